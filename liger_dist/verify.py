@@ -354,7 +354,7 @@ def _unfinished_step(root: nn.Module) -> str | None:
     if any(p.grad is not None and bool((p.grad != 0).any()) for p in root.parameters()):
         return "gradients are waiting for an optimizer step"
     if fsdp1_forward.awaits_backward(root):
-        return "a loss waits for its backward, whose gradients FSDP1 loses after another backward"
+        return "a loss waits for its backward, which FSDP1 cannot run after another one, and the optimizer for its step"
     return fsdp2.unfinished_reduction(root)
 
 
@@ -455,7 +455,7 @@ def _objection(
     if not torch.is_grad_enabled() or not any(parameter.requires_grad for parameter in model.parameters()):
         return "there are no gradients to compare: no parameter requires one, or torch.no_grad() is on"
     unfinished = _unfinished_step(model)
-    return None if unfinished is None else f"{unfinished}; finish the step first"
+    return None if unfinished is None else f"{unfinished}; call its step() and zero_grad() first"
 
 
 def _objection_to_call(

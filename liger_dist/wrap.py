@@ -161,7 +161,7 @@ class _Inspected:
     frozen: str | None
     """what frozen parameters cost under FSDP; None without any"""
     parameters: str
-    """numbers of parameters and of trained ones, and a checksum of their names, shapes and dtypes"""
+    """number of trained parameters, and a checksum of names, shapes and dtypes of all"""
     placement: str
     """device of the parameters: "meta" or "real", or "host" where a host loads them"""
     takes_rank_0: bool = False
@@ -230,7 +230,7 @@ def _parameters_of(outer: nn.Module) -> str:
     """Describes the parameters of a model, for a comparison over the ranks."""
     named = sorted((name, tuple(full_shape(p)), str(p.dtype), p.requires_grad) for name, p in outer.named_parameters())
     trained = sum(is_trained for *_, is_trained in named)
-    return f"{trained} of {len(named)} (checksum {zlib.crc32(repr(named).encode()):08x})"
+    return f"{trained} (checksum {zlib.crc32(repr(named).encode()):08x})"
 
 
 def _decide_compilation(

@@ -7,14 +7,17 @@ has not unsharded the weights. So such calls go through the wrapper. Wrappers ma
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from contextvars import ContextVar
 from types import MethodType
 from typing import Any
 from weakref import ref
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 from liger_dist.sharding.base import Wrapper
 
@@ -63,9 +66,20 @@ def _forward_inside(wrapper: nn.Module, *args: Any, **kwargs: Any) -> Any:
     before = _INSIDE.get()
     _INSIDE.set(before | {id(wrapper)})
     try:
-        return type(wrapper).forward(wrapper, *args, **kwargs)
+        with torch.no_grad() if _expects_no_backward(wrapper, args, kwargs) else nullcontext():
+            return type(wrapper).forward(wrapper, *args, **kwargs)
     finally:
         _INSIDE.set(before)
+
+
+def _expects_no_backward(wrapper: nn.Module, args: Any, kwargs: Any) -> bool:
+    """True for a call of DDP in which nothing requires a gradient. With gradients enabled DDP would take all parameters
+    for ready, and not average the gradients of an earlier forward whose backward follows."""
+    if not torch.is_grad_enabled() or not isinstance(wrapper, DistributedDataParallel):
+        return False
+    if any(parameter.requires_grad for parameter in wrapper.parameters()):
+        return False
+    return not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves((args, kwargs)))
 
 
 # Bound methods are pickled by this name.

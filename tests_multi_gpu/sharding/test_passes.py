@@ -204,6 +204,8 @@ def is_wrapped(strategy: str, kind: str) -> bool:
 def applies(strategy: str, kind: str, name: str, moment: str) -> bool:
     if name == "frozen_by_module" and moment == "before backward" and strategy in FSDP1_OPTIONS:
         return False  # Torch refuses to freeze views, which modules of FSDP1 have between forward and backward.
+    if name == "verified" and moment == "before backward" and strategy == "ddp":
+        return False  # DDP refuses the backward of an earlier forward after another one.
     if name == "generate" and strategy == "sharded before wrap" and kind in LORA:
         return False  # PEFT calls the base model's, which no hook of fully_shard runs for.
     if name == "without_adapter":
