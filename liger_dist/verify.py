@@ -354,7 +354,10 @@ def _unfinished_step(root: nn.Module) -> str | None:
     if any(p.grad is not None and bool((p.grad != 0).any()) for p in root.parameters()):
         return "gradients are waiting for an optimizer step"
     if fsdp1_forward.awaits_backward(root):
-        return "a loss waits for its backward, which FSDP1 cannot run after another one, and the optimizer for its step"
+        return (
+            "a loss waits for its backward, which FSDP1 cannot run after another one (a loss without a backward belongs "
+            "into torch.no_grad()), and an optimizer for its step"
+        )
     return fsdp2.unfinished_reduction(root)
 
 

@@ -10,40 +10,47 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState
 from torch.distributed.fsdp._runtime_utils import _lazy_init, _reshard
 
-
-def is_running(root: nn.Module) -> bool:
-    """True while a forward or backward of a unit in ``root`` runs, or its parameters are summoned."""
-    return any(unit.training_state != TrainingState.IDLE for unit in _units(root))
+Units = list[Any]
+"""FSDP1's modules in a root, which are listed once: no unit is added to it later"""
 
 
-def begin_outside_inference_mode(root: nn.Module) -> None:
+def units_of(root: nn.Module) -> Units:
+    return [module for module in root.modules() if isinstance(module, FullyShardedDataParallel)]
+
+
+def is_running(units: Units) -> bool:
+    """True while a forward or backward of a unit runs, or its parameters are summoned."""
+    return any(unit.training_state != TrainingState.IDLE for unit in units)
+
+
+def begin_outside_inference_mode(units: Units) -> None:
     """Makes the full parameters of a root that has not run yet: those made in inference mode could not train."""
     with torch.inference_mode(False):
-        _lazy_init(root, root)
+        _lazy_init(units[0], units[0])
 
 
-def reshard_all(root: nn.Module) -> None:
+def reshard_all(units: Units) -> None:
     """Frees the parameters that FSDP1 keeps unsharded after a forward. No collectives."""
-    for unit in _units(root):
+    for unit in units:
         if _is_unsharded(unit):
             _reshard(unit, unit._handle, True)
             unit._handle._use_sharded_grad_views()
 
 
-def abandon_forward(root: nn.Module, before: BeforeForward | None) -> None:
+def abandon_forward(units: Units, before: BeforeForward | None) -> None:
     """Ends a forward that has raised: FSDP1 would refuse the next one. See :func:`end_without_backward`."""
-    for unit in _units(root):
+    for unit in units:
         unit.training_state = TrainingState.IDLE
         if unit._handle is not None:
             unit._handle._training_state = HandleTrainingState.IDLE
-    end_without_backward(root, before)
+    end_without_backward(units, before)
 
 
 class BeforeForward:
     """What FSDP1 forgets in a forward of frozen parameters: which handles a backward will unshard, and gradients."""
 
-    def __init__(self, root: nn.Module) -> None:
-        handles = [unit._handle for unit in _units(root) if unit._handle is not None]
+    def __init__(self, units: Units) -> None:
+        handles = [unit._handle for unit in units if unit._handle is not None]
         self._awaited = [handle for handle in handles if getattr(handle, "_needs_pre_backward_unshard", False)]
         parameters = [parameter for handle in handles for parameter in handle.flat_param._params]
         self._gradients = [(p, p.grad) for p in parameters if p.grad is not None]
@@ -56,11 +63,11 @@ class BeforeForward:
                 parameter.grad = gradient
 
 
-def end_without_backward(root: nn.Module, before: BeforeForward | None) -> None:
+def end_without_backward(units: Units, before: BeforeForward | None) -> None:
     """Ends a forward whose output has no gradient: reshards, restores what FSDP1 has forgotten, and removes the hooks
     that would reshard frozen units in a backward, which FSDP1 would take for those of the next forward, in which the
     unit may train."""
-    for unit in _units(root):
+    for unit in units:
         if unit._handle is None:
             continue
         flat = unit._handle.flat_param
@@ -73,16 +80,16 @@ def end_without_backward(root: nn.Module, before: BeforeForward | None) -> None:
             # Parameters are views made in inference mode, which no optimizer could update.
             with torch.inference_mode(False):
                 _reshard(unit, unit._handle, True)
-    reshard_all(root)
+    reshard_all(units)
     if before is not None:
         before.restore()
 
 
-def unsharded_versions(root: nn.Module) -> list[int]:
+def unsharded_versions(units: Units) -> list[int]:
     """Returns the versions of the shards of unsharded parameters, which every update in place increases."""
     return [
         parameter._version
-        for unit in _units(root)
+        for unit in units
         if _is_unsharded(unit)
         for parameter in (unit._handle.flat_param._local_shard, *unit._handle.flat_param._params)
     ]
@@ -90,10 +97,10 @@ def unsharded_versions(root: nn.Module) -> list[int]:
 
 def awaits_backward(root: nn.Module) -> bool:
     """True after a forward with gradients, until its backward."""
-    return any(getattr(unit._handle, "_needs_pre_backward_unshard", False) for unit in _units(root))
+    return any(getattr(unit._handle, "_needs_pre_backward_unshard", False) for unit in units_of(root))
 
 
-def full_parameters(root: nn.Module) -> frozenset[int]:
+def full_parameters(units: Units) -> frozenset[int]:
     """Returns the ids of full parameters that FSDP1 frees: none, because its modules have views instead."""
     return frozenset()
 
@@ -104,7 +111,3 @@ def _is_unsharded(unit: Any) -> bool:
         return False
     # The root's first forward makes the full parameters.
     return hasattr(handle.flat_param, "_full_param_padded") and not handle.needs_unshard()
-
-
-def _units(root: nn.Module) -> list[Any]:
-    return [module for module in root.modules() if isinstance(module, FullyShardedDataParallel)]

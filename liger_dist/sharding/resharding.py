@@ -29,6 +29,7 @@ from weakref import ReferenceType, finalize, ref
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
@@ -53,6 +54,8 @@ class _Root:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self._fsdp: ModuleType = fsdp1_forward if isinstance(module, FullyShardedDataParallel) else fsdp2_forward
+        # FSDP1 walks over its units several times in a step.
+        self._sharded: Any = fsdp1_forward.units_of(module) if self._fsdp is fsdp1_forward else module
         self._versions: list[int] | None = None
         """of the shards whose full parameters stay for a backward, since their forward"""
         self._before: fsdp1_forward.BeforeForward | None = None
@@ -60,39 +63,39 @@ class _Root:
 
     @untraced
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if self._fsdp.is_running(self.module):
+        if self._fsdp.is_running(self._sharded):
             return
         if torch.is_inference_mode_enabled():
-            self._fsdp.begin_outside_inference_mode(self.module)
+            self._fsdp.begin_outside_inference_mode(self._sharded)
         if self._fsdp is fsdp1_forward:
-            self._before = fsdp1_forward.BeforeForward(self.module)
+            self._before = fsdp1_forward.BeforeForward(self._sharded)
         else:
             fsdp2_forward.read_dtypes(self.module)
-        if self._versions is not None and self._versions != self._fsdp.unsharded_versions(self.module):
+        if self._versions is not None and self._versions != self._fsdp.unsharded_versions(self._sharded):
             self.reshard()
 
     @untraced
     def after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        if id(self.module) in _GENERATING.get() or self._fsdp.is_running(self.module):
+        if id(self.module) in _GENERATING.get() or self._fsdp.is_running(self._sharded):
             return
         if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tree_leaves(output)):
-            self._versions = self._fsdp.unsharded_versions(self.module)
+            self._versions = self._fsdp.unsharded_versions(self._sharded)
         else:
-            self._fsdp.end_without_backward(self.module, self._before)
+            self._fsdp.end_without_backward(self._sharded, self._before)
             self._before = None
             self._versions = None
 
     def abandon_forward(self) -> None:
         if self._fsdp is fsdp1_forward:
-            fsdp1_forward.abandon_forward(self.module, self._before)
+            fsdp1_forward.abandon_forward(self._sharded, self._before)
         else:
             fsdp2_forward.abandon_forward(self.module)
         self._before = self._versions = None
 
     def reshard(self) -> None:
         """Reshards all parameters, between forwards and backwards; does nothing inside of one."""
-        if id(self.module) not in _GENERATING.get() and not self._fsdp.is_running(self.module):
-            self._fsdp.reshard_all(self.module)
+        if id(self.module) not in _GENERATING.get() and not self._fsdp.is_running(self._sharded):
+            self._fsdp.reshard_all(self._sharded)
             self._versions = None
 
     def before_step(self, optimizer: Optimizer) -> None:
@@ -102,8 +105,10 @@ class _Root:
             LigerDistError: the optimizer has full parameters, which it was given while they were unsharded.
         """
         self.reshard()
-        full = self._fsdp.full_parameters(self.module)
-        number = sum(id(parameter) in full for group in optimizer.param_groups for parameter in group["params"])
+        given = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        others = [parameter for parameter in given if not isinstance(parameter, DTensor)]
+        full = self._fsdp.full_parameters(self._sharded) if others else ()
+        number = sum(id(parameter) in full for parameter in others)
         if number > 0:
             raise LigerDistError(
                 f"{number} parameters of this {type(optimizer).__name__} are full tensors that FSDP frees, so that "
