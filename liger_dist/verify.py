@@ -355,7 +355,7 @@ def _unfinished_step(root: nn.Module) -> str | None:
         return "gradients are waiting for an optimizer step"
     if fsdp1_forward.awaits_backward(root):
         return (
-            "a loss waits for its backward, which FSDP1 cannot run after another one (compute a loss without a backward "
+            "a loss waits for its backward, which FSDP1 cannot run after another one (compute a loss without backward "
             "in torch.no_grad()), and an optimizer for its step"
         )
     return fsdp2.unfinished_reduction(root)

@@ -129,7 +129,7 @@ def test_images_of_models_that_view_the_result_of_a_norm(name: str) -> None:
     model = cls(config(text_config=text, vision_config=vision, image_token_id=97, scale_factor=2, pad_token_id=0))
     model = model.to(compute_device())
     reference = copy.deepcopy(model).double()
-    ids = torch.randint(3, 90, (2, 8), generator=torch.Generator().manual_seed(1)).to(compute_device())
+    ids = on_device.randint(3, 90, (2, 8), generator=torch.Generator().manual_seed(1)).to(compute_device())
     ids[:, 1:5] = 97
     batch: dict[str, Any] = {
         "input_ids": ids,

@@ -395,7 +395,7 @@ def test_rows_of_one_document_each_by_every_way_of_saying_so(family: str, rows: 
     reference = copy.deepcopy(model)
     liger_dist.wrap(model, "none")
     ids = on_device.randint(1, 100, (rows, 9), generator=torch.Generator().manual_seed(0)).to(compute_device())
-    ends = torch.arange(0, 9 * rows + 1, 9, dtype=torch.int32)
+    ends = on_device.arange(0, 9 * rows + 1, 9, dtype=torch.int32)
     lengths = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 9, "max_length_k": 9}
     numbers = {"seq_idx": torch.zeros(rows, 9, dtype=torch.int32, device=ids.device)}
     given = {"lengths": lengths, "seq_idx": numbers, "both": lengths | numbers}[way]

@@ -97,7 +97,7 @@ def step(family: str) -> Callable[[], Tensor]:
 
 
 def default_dtype() -> Callable[[], Tensor]:
-    return lambda: torch.ones(3) / 3
+    return lambda: torch.ones(3, device="cpu") / 3
 
 
 WORK: dict[str, Callable[[], Callable[[], Tensor]]] = {
