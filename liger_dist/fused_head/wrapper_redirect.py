@@ -10,14 +10,13 @@ from __future__ import annotations
 from contextlib import nullcontext
 from contextvars import ContextVar
 from types import MethodType
-from typing import Any
+from typing import Any, TypeGuard
 from weakref import ref
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves
 
 from liger_dist.sharding.base import Wrapper
 
@@ -66,20 +65,18 @@ def _forward_inside(wrapper: nn.Module, *args: Any, **kwargs: Any) -> Any:
     before = _INSIDE.get()
     _INSIDE.set(before | {id(wrapper)})
     try:
-        with torch.no_grad() if _expects_no_backward(wrapper, args, kwargs) else nullcontext():
+        with wrapper.no_sync() if _reduces_nothing(wrapper) else nullcontext():
             return type(wrapper).forward(wrapper, *args, **kwargs)
     finally:
         _INSIDE.set(before)
 
 
-def _expects_no_backward(wrapper: nn.Module, args: Any, kwargs: Any) -> bool:
-    """True for a call of DDP in which nothing requires a gradient. With gradients enabled DDP would take all parameters
+def _reduces_nothing(wrapper: nn.Module) -> TypeGuard[DistributedDataParallel]:
+    """True for a call of DDP whose parameters require no gradient. With gradients enabled DDP would take all of them
     for ready, and not average the gradients of an earlier forward whose backward follows."""
     if not torch.is_grad_enabled() or not isinstance(wrapper, DistributedDataParallel):
         return False
-    if any(parameter.requires_grad for parameter in wrapper.parameters()):
-        return False
-    return not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves((args, kwargs)))
+    return not any(parameter.requires_grad for parameter in wrapper.parameters())
 
 
 # Bound methods are pickled by this name.

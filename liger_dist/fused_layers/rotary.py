@@ -184,7 +184,8 @@ class _Call:
         """Replaces the function ``name`` of the globals ``own`` of the forward that calls it."""
         self.own, self.name, self.convention, self.backend = own, name, convention, backend
         self.function: FunctionType = own[name]
-        self._helpers = called_functions(self.function)
+        self._helpers: dict[str, Any] = dict(called_functions(self.function))
+        self._globals: dict[str, Any] = getattr(unwrap(self.function), "__globals__", {})
         self._parameters = signature(self.function).parameters
         self._required = {name for name, one in self._parameters.items() if one.default is Parameter.empty}
 
@@ -193,7 +194,7 @@ class _Call:
         if current is not self.function:
             return current(*args, **kwargs)  # Patched since.
         for name, helper in self._helpers.items():
-            if self.own.get(name) is not helper:
+            if self._globals.get(name) is not helper:
                 return self.function(*args, **kwargs)
         given = dict(zip(self._parameters, args, strict=False)) | kwargs
         is_bound = len(given) == len(args) + len(kwargs) and self._required <= given.keys() <= self._parameters.keys()

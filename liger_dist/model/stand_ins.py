@@ -90,12 +90,23 @@ class _Fp32ByDefault(TorchFunctionMode):
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if not given or any(tensor.is_floating_point() for tensor in given):
             return result
+        if all(tensor.dtype == torch.bool for tensor in given):
+            return result.float()  # A choice between numbers.
         # A function of integers, such as their quotient.
-        args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.float(), (args, kwargs))
+        args, kwargs = tree_map_only(Tensor, _as_fp32, (args, kwargs))
         return func(*args, **kwargs)
 
 
-_OF_FLOATS = frozenset({torch.empty, torch.ones, torch.zeros, torch.rand, torch.randn, torch.eye, torch.linspace})
+def _as_fp32(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype == torch.bool else tensor.float()
+
+
+_OF_FLOATS = frozenset(
+    {
+        *(torch.empty, torch.ones, torch.zeros, torch.rand, torch.randn, torch.eye, torch.linspace, torch.logspace),
+        *(torch.empty_strided, torch.hann_window, torch.hamming_window, torch.blackman_window, torch.kaiser_window),
+    }
+)
 """functions whose result has torch's default dtype"""
 _OF_NUMBERS = frozenset({torch.full, torch.tensor, torch.as_tensor, torch.arange, torch.scalar_tensor})
 """functions whose result has torch's default dtype if they are given a float"""

@@ -34,7 +34,6 @@ def reshard_all(units: Units) -> None:
     for unit in units:
         if _is_unsharded(unit):
             _reshard(unit, unit._handle, True)
-            unit._handle._use_sharded_grad_views()
 
 
 def abandon_forward(units: Units, before: BeforeForward | None) -> None:
@@ -54,13 +53,20 @@ class BeforeForward:
         self._awaited = [handle for handle in handles if getattr(handle, "_needs_pre_backward_unshard", False)]
         parameters = [parameter for handle in handles for parameter in handle.flat_param._params]
         self._gradients = [(p, p.grad) for p in parameters if p.grad is not None]
+        self.hooks = {id(_hooks_of(handle)[0]) for handle in handles if _hooks_of(handle)}
+        """of earlier forwards"""
 
     def restore(self) -> None:
         for handle in self._awaited:
             handle._needs_pre_backward_unshard = True
         for parameter, gradient in self._gradients:
-            if parameter.grad is None:
+            if parameter.grad is None and parameter.shape == gradient.shape:
                 parameter.grad = gradient
+
+
+def _hooks_of(handle: Any) -> tuple[Any, ...]:
+    hooks: tuple[Any, ...] = getattr(handle.flat_param, "_post_backward_hook_state", ())
+    return hooks
 
 
 def end_without_backward(units: Units, before: BeforeForward | None) -> None:
@@ -71,9 +77,9 @@ def end_without_backward(units: Units, before: BeforeForward | None) -> None:
         if unit._handle is None:
             continue
         flat = unit._handle.flat_param
-        state: tuple[Any, ...] = getattr(flat, "_post_backward_hook_state", ())
+        state = _hooks_of(unit._handle)
         # Of trained units there is an AccumulateGrad node as well, whose hook serves any backward.
-        if len(state) == 1:
+        if len(state) == 1 and not (before is not None and id(state[0]) in before.hooks):
             state[0].remove()
             del flat._post_backward_hook_state
         if torch.is_inference_mode_enabled():

@@ -77,13 +77,32 @@ def begin_outside_inference_mode(root: nn.Module) -> None:
 
 
 def reshard_all(root: nn.Module) -> None:
-    """Frees the parameters that FSDP2 keeps unsharded after a forward of ``root``, or of a part of it. What
-    ``requires_grad_`` has changed of them holds for their shards. No collectives."""
+    """Frees the parameters that FSDP2 keeps unsharded after a forward of ``root``, or of a part of it. No
+    collectives."""
     finish_forward(root)
     for group in _unsharded_groups(root):
-        for record in group.fsdp_params:
-            record.sharded_param.requires_grad_(record.unsharded_param.requires_grad)
         group.reshard()
+
+
+def trained_of_unsharded(root: nn.Module) -> dict[int, bool]:
+    """Returns which full parameters require a gradient, by the id of their record."""
+    records = (record for group in _unsharded_groups(root) for record in group.fsdp_params)
+    return {id(record): record.unsharded_param.requires_grad for record in records}
+
+
+def keep_changed_flags(root: nn.Module, trained: dict[int, bool]) -> None:
+    """Sets the flags of shards whose full parameter's flag has changed, and not their own.
+
+    Args:
+        trained: :func:`trained_of_unsharded` after the forward that left them unsharded.
+    """
+    if not trained:
+        return
+    for group in _unsharded_groups(root):
+        for record in group.fsdp_params:
+            before, now = trained.get(id(record)), record.unsharded_param.requires_grad
+            if before is not None and now != before and record.sharded_param.requires_grad == before:
+                record.sharded_param.requires_grad_(now)
 
 
 def end_without_backward(root: nn.Module, before: None) -> None:

@@ -58,6 +58,9 @@ class _Root:
         self._sharded: Any = fsdp1_forward.units_of(module) if self._fsdp is fsdp1_forward else module
         self._versions: list[int] | None = None
         """of the shards whose full parameters stay for a backward, since their forward"""
+        self._trained: dict[int, bool] = {}
+        """of FSDP2's full parameters that stay for a backward, by the id of their record: whether they required a
+        gradient in their forward"""
         self._before: fsdp1_forward.BeforeForward | None = None
         """state from before this forward"""
 
@@ -79,8 +82,11 @@ class _Root:
         if id(self.module) in _GENERATING.get() or self._fsdp.is_running(self._sharded):
             return
         if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tree_leaves(output)):
-            self._versions = self._fsdp.unsharded_versions(self._sharded)
+            self._versions, self._before = self._fsdp.unsharded_versions(self._sharded), None
+            if self._fsdp is fsdp2_forward:
+                self._trained = fsdp2_forward.trained_of_unsharded(self._sharded)
         else:
+            self._keep_changed_flags()
             self._fsdp.end_without_backward(self._sharded, self._before)
             self._before = None
             self._versions = None
@@ -95,8 +101,15 @@ class _Root:
     def reshard(self) -> None:
         """Reshards all parameters, between forwards and backwards; does nothing inside of one."""
         if id(self.module) not in _GENERATING.get() and not self._fsdp.is_running(self._sharded):
+            self._keep_changed_flags()
             self._fsdp.reshard_all(self._sharded)
             self._versions = None
+
+    def _keep_changed_flags(self) -> None:
+        """Lets what ``requires_grad_`` has changed of full parameters hold for their shards."""
+        if self._fsdp is fsdp2_forward:
+            fsdp2_forward.keep_changed_flags(self._sharded, self._trained)
+            self._trained = {}
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Reshards before an optimizer's step.

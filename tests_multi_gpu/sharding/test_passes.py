@@ -269,6 +269,37 @@ def error_after_steps(strategy: str, kind: str, name: str, moment: str) -> float
     return largest_error(root, reference, started)
 
 
+@pytest.mark.parametrize("strategy", ["fsdp1", "fsdp1, not resharded"])
+@pytest.mark.parametrize("name", ["no_grad", "listed", "other_step", "zeroed_and_listed"])
+def test_fsdp1_accumulates_by_no_sync_around_a_pass(name: str, strategy: str, workers_2: Workers) -> None:
+    for found, true in workers_2.run(gradients_around, strategy, name):
+        assert found == pytest.approx(true, rel=1e-9)
+
+
+def gradients_around(strategy: str, name: str) -> tuple[float, float]:
+    """Norm of the gradients of this rank after a micro-batch without reduction, a pass and one with it; with the pass
+    and without."""
+    norms = []
+    for with_pass in (True, False):
+        root = shard(build("full"), strategy)
+        other = nn.Linear(2, 2)
+        with root.no_sync():
+            root(**make_batch(dist.get_rank(), seed=0)).loss.backward()
+        if with_pass and name == "no_grad":
+            no_grad(root)
+        loss = root(**make_batch(dist.get_rank(), seed=1)).loss
+        if name == "zeroed_and_listed":
+            torch.optim.SGD(root.parameters() if with_pass else [*root.parameters()], lr=0.1).zero_grad()
+        if with_pass and name.endswith("listed"):
+            listed(root)
+        if with_pass and name == "other_step":
+            torch.optim.SGD(other.parameters(), lr=0.1).step()
+        loss.backward()
+        gradients = (p.grad for p in root.parameters() if p.grad is not None)
+        norms.append(float(torch.stack([gradient.norm() for gradient in gradients]).norm()))
+    return norms[0], norms[1]
+
+
 @pytest.mark.parametrize("part", ["layers.0", "layers", ""])
 def test_what_was_frozen_in_its_first_forward_trains_in_bf16(part: str, workers_2: Workers) -> None:
     for error in workers_2.run(gradient_error_after_a_freeze, part):
