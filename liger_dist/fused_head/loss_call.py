@@ -181,9 +181,9 @@ class LossCall:
             self.share(self, coefficient)
 
     def is_term_of(self, loss: Tensor) -> bool:
-        """True if ``loss`` is this loss, or a sum with it as a term: its gradient is that of ``loss``, unscaled."""
+        """True if ``loss`` is this loss, or a sum with it as one term: its gradient is that of ``loss``, unscaled."""
         delivered = None if self.pending is None else self.pending.node
-        return delivered is not None and any(node is delivered for node in _terms(loss.grad_fn))
+        return delivered is not None and sum(node is delivered for node in _terms(loss.grad_fn)) == 1
 
     def losses(self) -> list[LossCall]:
         """Returns all losses of the call, of which this is the first."""

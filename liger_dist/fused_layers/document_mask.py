@@ -231,16 +231,16 @@ def notes_on(tensor: Tensor) -> dict[Any, Any]:
     """Returns a dict that stays with the tensor for the call that runs: what the host has read of its values. A
     backward that recomputes the call finds it as well.
 
-    Values on the host are compared, because writes through NumPy, DLPack or ``.data`` have no version. On a GPU a call
-    of a wrapped model reads anew; in a model that is not wrapped, after the tensor's version has changed.
+    A call of a wrapped model reads anew. In a model that is not wrapped, values on the host are compared, because writes
+    through NumPy, DLPack or ``.data`` have no version; on a GPU the versions are.
     """
-    state: tuple[Any, ...]
-    if tensor.device.type == "cpu":
+    call = _CALL.get()
+    version = None if tensor.is_inference() else tensor._version
+    state: tuple[Any, ...] = (call, version)
+    if call is None and tensor.device.type == "cpu":
         state = tuple(tensor.tolist())
-    elif tensor.is_inference():
-        return {}  # It has no version.
-    else:
-        state = (tensor._version, _CALL.get())
+    elif call is None and version is None:
+        return {}
     kept_state, notes = vars(tensor).get(_NOTES, (None, {}))
     if kept_state is None or (kept_state != state and not in_backward()):
         notes = dict[Any, Any]()

@@ -368,7 +368,13 @@ def scaled_and_with_a_term(loss: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("change", [scaled, scaled_in_place, with_a_term, with_a_term_in_place, scaled_and_with_a_term])
+def twice(loss: Tensor) -> Tensor:
+    return loss + loss
+
+
+@pytest.mark.parametrize(
+    "change", [scaled, scaled_in_place, with_a_term, with_a_term_in_place, scaled_and_with_a_term, twice]
+)
 def test_a_model_that_changes_its_own_loss(change: Any, tied: bool) -> None:
     """The factor of the first loss is then not that of the further ones."""
 
