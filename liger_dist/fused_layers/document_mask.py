@@ -231,8 +231,8 @@ def notes_on(tensor: Tensor) -> dict[Any, Any]:
     """Returns a dict that stays with the tensor for the call that runs: what the host has read of its values. A
     backward that recomputes the call finds it as well.
 
-    A call of a wrapped model reads anew. In a model that is not wrapped, values on the host are compared, because writes
-    through NumPy, DLPack or ``.data`` have no version; on a GPU the versions are.
+    A call of a wrapped model reads anew. In a model that is not wrapped, values on the host are compared, because
+    writes through NumPy, DLPack or ``.data`` have no version; on a GPU the versions are.
     """
     call = _CALL.get()
     version = None if tensor.is_inference() else tensor._version

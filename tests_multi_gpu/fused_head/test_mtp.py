@@ -367,11 +367,11 @@ def scaled_and_with_a_term(loss: Tensor) -> Tensor:
     return 3.0 * (loss + 1.0) + loss.detach()
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def twice(loss: Tensor) -> Tensor:
     return loss + loss
 
 
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize(
     "change", [scaled, scaled_in_place, with_a_term, with_a_term_in_place, scaled_and_with_a_term, twice]
 )
