@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
+from liger_dist.model.torch_modes import in_backward
+
 ROOT = "_liger_dist_fsdp2_root"
 """on a model: reference to FSDP2's root, where that is a module around it"""
 
@@ -63,6 +65,27 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def end_failed_backward(root: nn.Module) -> None:
+    """Ends a backward that has raised, at the next forward: FSDP2 would neither reduce nor reshard in later ones.
+    Gradients that it had not reduced are dropped."""
+    assert isinstance(root, FSDPModule)
+    context = root._get_fsdp_state()._state_ctx
+    if not context.post_backward_final_callback_queued or in_backward():
+        return
+    context.post_backward_final_callback_queued = False
+    for state in context.all_states:
+        for part in (state, *groups_of(state)):
+            part._training_state = type(part._training_state).IDLE
+        for group in groups_of(state):
+            for record in group.fsdp_params:
+                record.unsharded_accumulated_grad = None
+                if "_unsharded_param" in vars(record):
+                    record.unsharded_param.grad = None
+            group._post_forward_indices.clear()
+            group.comm_ctx.post_forward_order.clear()
+    reshard_all(root)
 
 
 def begin_outside_inference_mode(root: nn.Module) -> None:

@@ -66,6 +66,8 @@ class _Root:
 
     @untraced
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._fsdp is fsdp2_forward:
+            fsdp2_forward.end_failed_backward(self.module)
         if self._fsdp.is_running(self._sharded):
             return
         if torch.is_inference_mode_enabled():

@@ -201,6 +201,8 @@ ATTRIBUTES: dict[str, tuple[tuple[str, ...], str]] = {
             "all_reduce_grads",
             "_reset_sharded_params",
             "_orig_dtype",
+            "_post_forward_indices",
+            "post_forward_order",
         ),
         "fsdp2.py cannot read mesh, divide factor and no-sync of a group",
     ),

@@ -185,11 +185,23 @@ def failed(model: Any) -> None:
     handle.remove()
 
 
+def failed_backward(model: Any) -> None:
+    def fail(*_: Any) -> None:
+        raise InterruptedError
+
+    handle = inside(model).get_decoder().layers[0].register_full_backward_hook(fail)
+    loss = model(**batch()).loss
+    with pytest.raises(InterruptedError):
+        loss.backward()
+    handle.remove()
+    model.zero_grad()
+
+
 PASSES: dict[str, Callable[[Any], None]] = {
     function.__name__: function
     for function in (
         no_grad, inference_mode, in_eval, logits, generate, without_adapter, frozen, frozen_by_module, unused_loss,
-        other_adapter, state_dict, listed, verified, failed,
+        other_adapter, state_dict, listed, verified, failed, failed_backward,
     )
 }  # fmt: skip
 
@@ -204,6 +216,8 @@ def is_wrapped(strategy: str, kind: str) -> bool:
 def applies(strategy: str, kind: str, name: str, moment: str) -> bool:
     if name == "frozen_by_module" and moment == "before backward" and strategy in FSDP1_OPTIONS:
         return False  # Torch refuses to freeze views, which modules of FSDP1 have between forward and backward.
+    if name == "failed_backward" and (strategy not in FSDP2_OPTIONS or moment in ("before backward", "before step")):
+        return False  # Gradients are dropped; DDP and FSDP1 cannot go on.
     if name == "verified" and moment == "before backward" and strategy == "ddp":
         return False  # DDP refuses the backward of an earlier forward after another one.
     if name == "generate" and strategy == "sharded before wrap" and kind in LORA:
