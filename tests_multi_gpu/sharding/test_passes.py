@@ -216,8 +216,12 @@ def is_wrapped(strategy: str, kind: str) -> bool:
 def applies(strategy: str, kind: str, name: str, moment: str) -> bool:
     if name == "frozen_by_module" and moment == "before backward" and strategy in FSDP1_OPTIONS:
         return False  # Torch refuses to freeze views, which modules of FSDP1 have between forward and backward.
-    if name == "failed_backward" and (strategy not in FSDP2_OPTIONS or moment in ("before backward", "before step")):
-        return False  # Gradients are dropped; DDP and FSDP1 cannot go on.
+    if name == "failed_backward" and (
+        strategy not in FSDP2_OPTIONS or moment not in ("before the first step", MOMENTS[-1])
+    ):
+        # Gradients are dropped, an optimizer that is built before the next forward is refused in its first step, and
+        # DDP and FSDP1 cannot go on.
+        return False
     if name == "verified" and moment == "before backward" and strategy == "ddp":
         return False  # DDP refuses the backward of an earlier forward after another one.
     if name == "generate" and strategy == "sharded before wrap" and kind in LORA:
