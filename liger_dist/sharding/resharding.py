@@ -128,7 +128,8 @@ class _Root:
             raise LigerDistError(
                 f"{number} parameters of this {type(optimizer).__name__} are full tensors that FSDP frees, so that "
                 "their update would be lost: they were read after a backward that raised, or from modules inside the "
-                "model after a forward with gradients. Build the optimizer from model.parameters() or model.named_parameters()."
+                "model after a forward with gradients. Build the optimizer from model.parameters() or "
+                "model.named_parameters()."
             )
 
     def around_generate(self, generate: Any) -> Any:

@@ -54,14 +54,20 @@ NORMS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+BACKENDS = ["auto", "triton"]
+"""kernels give contiguous results; their references on CPUs keep strides by themselves"""
+
+
+@pytest.mark.nightly(dims=[2], backend=["triton"])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dims", [2, 3, 4])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", NORMS)
-def test_norms(name: str, layout: str, dims: int) -> None:
+def test_norms(name: str, layout: str, dims: int, backend: Any) -> None:
     model: Any = make_model("llama", dtype=torch.float32)
     model.model.norm = NORMS[name]().to(compute_device())
     own = copy.deepcopy(model.model.norm)
-    liger_dist.wrap(model, "none")
+    liger_dist.wrap(model, "none", config=liger_dist.WrapConfig(backend=backend))
     assert isinstance(model.model.norm, Swapped)
     rows = LAYOUTS[layout](*(2, 3, 5, 16)[4 - dims :])
     check(model.model.norm, own, rows)
@@ -82,13 +88,14 @@ def check(swapped: nn.Module, own: nn.Module, *given: Tensor) -> None:
         assert torch.allclose(found, true, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "expanded"])
-def test_gated_norms(layout: str) -> None:
+def test_gated_norms(layout: str, backend: Any) -> None:
     model: Any = make_model("qwen3_5_text", dtype=torch.float32)
     assert "linear_attention" in HYBRIDS["qwen3_5_text"]["layer_types"]
     norm = next(m for m in model.modules() if "RMSNormGated" in type(m).__name__)
     own = copy.deepcopy(norm)
-    liger_dist.wrap(model, "none")
+    liger_dist.wrap(model, "none", config=liger_dist.WrapConfig(backend=backend))
     assert isinstance(norm, Swapped)
     shape = (4, 6, norm.weight.shape[0])
     check(norm, own, LAYOUTS[layout](*shape), LAYOUTS[layout](*shape))
