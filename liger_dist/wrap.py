@@ -391,7 +391,7 @@ def _fuse(model: nn.Module, strategy: Strategy, found: _Inspected, config: WrapC
     undo.callback(attention.restore)
     hooks: list[RemovableHandle] = []
     if found.recurrent is not None:
-        has_varlen, backend = attention.reason is None, config.backend if config.layer_kernels else None
+        has_varlen, backend = attention.is_selected, config.backend if config.layer_kernels else None
         hooks += found.recurrent.install(model, found.structure, owner=owner, has_varlen=has_varlen, backend=backend)
         convolutions, left = found.recurrent.convolutions(model)
         layers = replace(layers, swapped=(*layers.swapped, *convolutions.items()), left=(*layers.left, *left.items()))

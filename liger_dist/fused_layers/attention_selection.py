@@ -45,10 +45,14 @@ class AttentionSelection:
         now = self.config._attn_implementation
         return SELECTED if now == NAME else f"its own: it was set to {now!r} after wrap"
 
+    def is_selected(self) -> bool:
+        """True if the decoder computes "liger_dist" attention now: another one may have been set after ``wrap``."""
+        return self.reason is None and self.config._attn_implementation == NAME
+
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """Selects the previous implementation of the decoder within the context."""
-        is_selected = self.reason is None and self.config._attn_implementation == NAME
+        is_selected = self.is_selected()
         if is_selected:
             _select(self.config, self.own)
         try:
@@ -59,7 +63,7 @@ class AttentionSelection:
 
     def restore(self) -> None:
         """Selects the previous implementation of the decoder, unless another was selected since."""
-        if self.reason is None and self.config._attn_implementation == NAME:
+        if self.is_selected():
             _select(self.config, self.own)
 
 

@@ -17,7 +17,7 @@ between. Hooks on the decoder's outputs note the documents of their call as soon
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -71,7 +71,7 @@ class RecurrentLayers:
         self._name = type(model).__name__
         self._reasons = reasons
         self._attends_across = tuple(attends_across)
-        self._has_varlen = False
+        self._has_varlen: Callable[[], bool] = bool  # False.
         self._backend: Backend | None = None
         self._read_lengths: dict[type[nn.Module], frozenset[str]] = {}
         """mixers that compute one row of all documents, and the functions that are replaced for it"""
@@ -96,13 +96,19 @@ class RecurrentLayers:
         return "; ".join(apart + [f"not separated by {', '.join(ways)}: {why}" for why, ways in by_reason.items()])
 
     def install(
-        self, model: nn.Module, structure: Structure, *, owner: str, has_varlen: bool, backend: Backend | None
+        self,
+        model: nn.Module,
+        structure: Structure,
+        *,
+        owner: str,
+        has_varlen: Callable[[], bool],
+        backend: Backend | None,
     ) -> tuple[RemovableHandle, RemovableHandle]:
         """Swaps the forward of the mixing modules; returns hooks of the decoder.
 
         Args:
             owner: id of the ``wrap`` call.
-            has_varlen: True if "liger_dist" attention is selected, which reads the lengths of documents.
+            has_varlen: returns True while "liger_dist" attention is selected, which reads the lengths of documents.
             backend: of the convolutions; None: without kernels.
         """
         self._has_varlen, self._backend = has_varlen, backend
@@ -224,7 +230,7 @@ class RecurrentLayers:
         """Says why arguments do not keep documents apart, as a clause; None if they do."""
         if way in self._reasons:
             return self._reasons[way]
-        if way in self._attends_across and not self._has_varlen:
+        if way in self._attends_across and not self._has_varlen():
             return "its attention, which is the model's own, does not read them"
         return None
 
@@ -233,7 +239,7 @@ class RecurrentLayers:
         "liger_dist" attention, because some models make their masks without positions."""
         if documents is None or not (documents.is_packed or has_labels):
             return {}
-        with_lengths = documents.is_packed and self._has_varlen
+        with_lengths = documents.is_packed and self._has_varlen()
         return {"use_cache": False} | (documents.keywords if with_lengths else {})
 
     @contextmanager

@@ -404,3 +404,19 @@ def test_rows_of_one_document_each_by_every_way_of_saying_so(family: str, rows: 
     reference(**batch, use_cache=False).loss.backward()
     errors = gradient_errors(model, reference)
     assert max(errors.values()) < 1e-4, errors
+
+
+def test_lengths_are_refused_after_another_attention_is_set() -> None:
+    """ "liger_dist" attention reads them, the model's own does not."""
+    batch = packed([5, 7])
+    ends = on_device.tensor([0, 5, 12]).int()
+    lengths = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 7, "max_length_k": 7}
+    given = {name: batch[name] for name in ("input_ids", "labels")} | lengths
+    model: Any = wrapped(make_model("qwen3_5_text"))
+    expected, _ = alone(make_model("qwen3_5_text"), batch)
+    assert float(model(**given).loss) == pytest.approx(expected[0], rel=1e-5)
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(liger_dist.LigerDistError, match="does not read them"):
+        model(**given)
+    model.set_attn_implementation("liger_dist")
+    assert float(model(**given).loss) == pytest.approx(expected[0], rel=1e-5)
