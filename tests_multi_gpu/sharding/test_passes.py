@@ -18,6 +18,7 @@ from models import full, make_batch, make_model, true_loss_sum
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import liger_dist
 
@@ -36,6 +37,7 @@ FSDP1_OPTIONS: dict[str, dict[str, Any]] = {
     "fsdp1, not resharded": {"reshard_after_forward": False},
     "fsdp1, frozen replicated": {"frozen": "replicate"},
 }
+DECODER_ALONE = ("fsdp2", "fsdp2, not resharded", "fsdp2, replicas")
 STRATEGIES = ("ddp", *FSDP1_OPTIONS, *FSDP2_OPTIONS, "sharded before wrap")
 LORA: dict[str, dict[str, Any]] = {
     "LoRA": {"target_modules": ["q_proj", "v_proj"]},
@@ -45,7 +47,8 @@ LORA: dict[str, dict[str, Any]] = {
     "two adapters": {"target_modules": ["q_proj", "v_proj"]},
 }
 MODELS = ("full", "tied", *LORA)
-MOMENTS = ("before the optimizer", "before the first step", "before backward", "before step", "after step")
+EVERY = "every moment"
+MOMENTS = ("before the optimizer", "before the first step", "before backward", "before step", "after step", EVERY)
 
 
 def build(kind: str) -> Any:
@@ -108,6 +111,12 @@ def in_eval(model: Any) -> None:
 def logits(model: Any) -> None:
     with torch.no_grad():
         model(input_ids=batch()["input_ids"])
+
+
+def hidden_states(model: Any) -> None:
+    """Of the decoder alone."""
+    with torch.no_grad():
+        inside(model).model(input_ids=batch()["input_ids"])
 
 
 def generate(model: Any) -> None:
@@ -200,8 +209,8 @@ def failed_backward(model: Any) -> None:
 PASSES: dict[str, Callable[[Any], None]] = {
     function.__name__: function
     for function in (
-        no_grad, inference_mode, in_eval, logits, generate, without_adapter, frozen, frozen_by_module, unused_loss,
-        other_adapter, state_dict, listed, verified, failed, failed_backward,
+        no_grad, inference_mode, in_eval, logits, hidden_states, generate, without_adapter, frozen, frozen_by_module,
+        unused_loss, other_adapter, state_dict, listed, verified, failed, failed_backward,
     )
 }  # fmt: skip
 
@@ -214,10 +223,15 @@ def is_wrapped(strategy: str, kind: str) -> bool:
 
 
 def applies(strategy: str, kind: str, name: str, moment: str) -> bool:
+    if moment == EVERY and name not in ("no_grad", "generate", "hidden_states"):
+        return False  # Some are refused at one of them.
+    if name == "hidden_states":
+        # Where FSDP2's root holds nothing of the decoder, after the first call of the model.
+        return kind == "full" and strategy in DECODER_ALONE and moment in MOMENTS[2:-1]
     if name == "frozen_by_module" and moment == "before backward" and strategy in FSDP1_OPTIONS:
         return False  # Torch refuses to freeze views, which modules of FSDP1 have between forward and backward.
     if name == "failed_backward" and (
-        strategy not in FSDP2_OPTIONS or moment not in ("before the first step", MOMENTS[-1])
+        strategy not in FSDP2_OPTIONS or moment not in ("before the first step", "after step")
     ):
         # Gradients are dropped, an optimizer that is built before the next forward is refused in its first step, and
         # DDP and FSDP1 cannot go on.
@@ -261,7 +275,7 @@ def error_after_steps(strategy: str, kind: str, name: str, moment: str) -> float
     root = shard(model, strategy)
 
     def at(now: str) -> None:
-        if now != moment:
+        if moment not in (now, EVERY):
             return
         sentence = refusal(strategy, name, moment)
         with nullcontext() if sentence is None else pytest.raises(liger_dist.LigerDistError, match=sentence):
@@ -284,6 +298,9 @@ def error_after_steps(strategy: str, kind: str, name: str, moment: str) -> float
             (total / count / dist.get_world_size()).backward()
         own.step()
         own.zero_grad()
+    if strategy in FSDP2_OPTIONS and kind not in LORA:
+        no_grad(root)
+        assert all(isinstance(parameter, DTensor) for parameter in root.parameters())
     return largest_error(root, reference, started)
 
 
