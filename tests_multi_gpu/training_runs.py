@@ -25,8 +25,8 @@ sys.path.insert(0, str(LAUNCH))
 import recording  # noqa: E402
 import torch  # noqa: E402
 from demo.make_tokenizer import train_tokenizer  # noqa: E402
-from models import make_model  # noqa: E402
-from transformers import AutoTokenizer, LlamaConfig  # noqa: E402
+from models import make_config, make_model  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig  # noqa: E402
 
 from liger_dist_train.checkpoint import steps_in  # noqa: E402
 from liger_dist_train.config import TrainConfig  # noqa: E402
@@ -76,12 +76,21 @@ def write_tokenizer(data: Path, folder: Path, entries: int = 601) -> Path:
     return folder
 
 
-def write_base(cache: Path, folder: Path, *, tied: bool = False) -> Path:
+def write_base(cache: Path, folder: Path, *, family: str = "llama", tied: bool = False) -> Path:
     """A pretrained model with the tokenizer in ``cache``."""
-    model: Any = make_model("llama", dtype=torch.float32, tied=tied)
+    model: Any = make_model(family, dtype=torch.float32, tied=tied)
     model.resize_token_embeddings(601)
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(cache / "tokenizer").save_pretrained(folder)
+    return folder
+
+
+def write_teacher(folder: Path) -> Path:
+    """A pretrained model of other sizes than those of the runs, and with more classes."""
+    config = make_config("llama")
+    config.vocab_size, config.hidden_size, config.intermediate_size, config.num_hidden_layers = 640, 48, 64, 3
+    config.head_dim = 24
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder
 
 

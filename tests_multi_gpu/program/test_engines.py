@@ -1,5 +1,5 @@
-"""The training program under every strategy: one curve of losses, checkpoints that any of them reads, exports that
-plain transformers loads, and a plan of the memory."""
+"""The training program under every strategy: norms, checkpoints that any of them reads, exports that plain transformers
+loads, and a plan of the memory."""
 
 from __future__ import annotations
 
@@ -37,31 +37,9 @@ DEEPSPEED = LAUNCH / "deepspeed"
 WAYS: dict[str, dict[str, Any]] = {
     "ddp": {"strategy": "ddp"},
     "fsdp1": {"strategy": "fsdp1"},
-    "hsdp": {"strategy": "fsdp2", "dp_replicate": 2},
-    "sp": {"strategy": "fsdp2", "sp": 2},
-    "zero1": {"strategy": "deepspeed", "deepspeed": str(DEEPSPEED / "zero1.json")},
     "zero2": {"strategy": "deepspeed", "deepspeed": str(DEEPSPEED / "zero2.json")},
     "zero3": {"strategy": "deepspeed", "deepspeed": str(DEEPSPEED / "zero3.json")},
-    "zero3_offload": {"strategy": "deepspeed", "deepspeed": str(DEEPSPEED / "zero3_offload.json")},
 }
-
-
-@pytest.mark.nightly(way=["ddp", "hsdp", "sp", "zero1", "zero2", "zero3", "zero3_offload"])
-@pytest.mark.parametrize("way", WAYS)
-def test_every_strategy_draws_the_same_curve(
-    way: str, trained: Path, workers_2: Workers, data: Path, cache: Path, tmp_path: Path
-) -> None:
-    """One seed is one model; stopped half-way and resumed."""
-    stop = {"stop_at_step": 2} if way in ("fsdp1", "zero2", "zero3") else {}
-    settings = {"steps": 12, "stop_at_step": 4, "eval_every": 3, "checkpoint_every": 2} | WAYS[way]
-    if stop:
-        workers_2.run(train, config_for(data, cache, tmp_path, **settings | stop))
-        assert len(losses_of(tmp_path)) == 2
-    workers_2.run(train, config_for(data, cache, tmp_path, resume=True, **settings))
-    rows, expected = metrics_of(tmp_path), metrics_of(trained)[:4]
-    assert losses_of(tmp_path) == pytest.approx([row["loss"] for row in expected], rel=1e-5)
-    assert [row["grad_norm"] for row in rows] == pytest.approx([row["grad_norm"] for row in expected], rel=1e-4)
-    assert [row["tokens"] for row in rows] == [row["tokens"] for row in expected]
 
 
 @pytest.mark.nightly
@@ -79,37 +57,17 @@ def test_the_norm_is_known_without_clipping(
         assert metrics_of(tmp_path / name)[0]["grad_norm"] == pytest.approx(expected, rel=1e-4), name
 
 
-@pytest.mark.cover("values")
-@pytest.mark.parametrize("way", [{"strategy": "tp"}, {"strategy": "fsdp2", "sp": 2}], ids=["tp", "sp"])
-@pytest.mark.parametrize("length", [64, 63])
 def test_ranks_of_one_group_read_what_one_process_reads(
-    way: dict[str, Any], length: int, workers_2: Workers, data: Path, cache: Path, tmp_path: Path
+    workers_2: Workers, data: Path, cache: Path, tmp_path: Path
 ) -> None:
-    settings: dict[str, Any] = {"steps": 3, "eval_every": 1, "sequence_length": length}
+    """Of rows that they do not share evenly."""
+    way: dict[str, Any] = {"strategy": "fsdp2", "sp": 2}
+    settings: dict[str, Any] = {"steps": 3, "eval_every": 1, "sequence_length": 63}
     train(config_for(data, cache, tmp_path / "none", strategy="none", **settings))
     workers_2.run(train, config_for(data, cache, tmp_path / "group", **settings, **way))
     names = ("loss", "grad_norm", "eval_loss", "tokens")
     seen = [[[row[name] for name in names] for row in metrics_of(tmp_path / run)] for run in ("group", "none")]
     np.testing.assert_allclose(*seen, rtol=1e-4)
-
-
-@pytest.mark.nightly(sizes=[{"dp_replicate": 2, "dp_shard": 2}, {"dp_replicate": 2}])
-@pytest.mark.skipif(torch.cuda.device_count() in (1, 2, 3), reason="four processes, of GPUs or of CPUs")
-@pytest.mark.parametrize(
-    ("strategy", "sizes"),
-    [
-        ("fsdp2", {"dp_replicate": 2, "dp_shard": 2}),
-        ("fsdp2", {"dp_shard": 2, "tp": 2}),
-        ("fsdp2", {"dp_shard": 2, "sp": 2}),
-        ("fsdp1", {"dp_replicate": 2}),
-    ],
-    ids=str,
-)
-def test_grids_draw_the_same_curve(
-    strategy: str, sizes: dict[str, int], trained: Path, workers_4: Workers, data: Path, cache: Path, tmp_path: Path
-) -> None:
-    workers_4.run(train, config_for(data, cache, tmp_path, strategy=strategy, stop_at_step=3, **sizes))
-    assert losses_of(tmp_path) == pytest.approx(losses_of(trained)[:3], rel=1e-5)
 
 
 @pytest.fixture(scope="module")

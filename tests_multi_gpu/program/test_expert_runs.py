@@ -12,14 +12,13 @@ import pytest
 import torch
 from harness import Workers
 from models import make_batch, make_model
-from training_runs import config_for, losses_of, metrics_of
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from training_runs import config_for, losses_of, metrics_of, write_base
+from transformers import AutoConfig
 
 import liger_dist
 from liger_dist import LigerDistError
 from liger_dist_train.config import TrainConfig
 from liger_dist_train.expert_loads import ExpertLoads
-from liger_dist_train.export import export
 from liger_dist_train.memory_plan import plan
 from liger_dist_train.metrics import Flops
 from liger_dist_train.model import find_config, shell
@@ -42,101 +41,14 @@ def run(config: TrainConfig) -> None:
     train(config)
 
 
-def write_experts(cache: Path, folder: Path, *, tied: bool = False) -> Path:
-    """A pretrained mixture with the tokenizer in ``cache``."""
-    model: Any = make_model("qwen3_moe", tied=tied, dtype=torch.float32)
-    model.resize_token_embeddings(601)
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(cache / "tokenizer").save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def alone(data: Path, cache: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
     """A run of one process."""
     folder = tmp_path_factory.mktemp("alone")
-    base = write_experts(cache, folder / "base")
+    base = write_base(cache, folder / "base", family="qwen3_moe")
     config = config_for(data, cache, folder / "run", strategy="none", **SHORT, model=str(base))
     train(config)
     return config
-
-
-@pytest.mark.nightly
-def test_lora_beside_experts_has_their_loads(alone: TrainConfig, workers_2: Workers, tmp_path: Path) -> None:
-    config = replace(alone, output_dir=str(tmp_path / "one"), lora_rank=4)
-    train(config)
-    two = replace(config, strategy="fsdp2", batch_size=4, output_dir=str(tmp_path / "two"))
-    workers_2.run(run, two)
-    for one, other in zip(metrics_of(tmp_path / "one"), metrics_of(tmp_path / "two"), strict=True):
-        assert other["loss"] == pytest.approx(one["loss"], rel=2e-4)
-        assert one["experts/max_load"] >= 1 >= one["experts/min_load"]
-        assert other["experts/router_entropy"] == pytest.approx(one["experts/router_entropy"], rel=2e-3)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("ranks", "sizes"),
-    [
-        (2, {"ep": 2}),
-        pytest.param(2, {}, marks=pytest.mark.nightly),
-        pytest.param(4, {"ep": 2}, marks=pytest.mark.nightly),
-        pytest.param(4, {"ep": 2, "dp_replicate": 2}, marks=pytest.mark.nightly),
-    ],
-)
-def test_a_run_on_several_ranks_is_that_of_one_process(
-    ranks: int, sizes: dict[str, int], alone: TrainConfig, workers_2: Workers, workers_4: Workers, tmp_path: Path
-) -> None:
-    workers = workers_2 if ranks == 2 else workers_4
-    sizes = {"batch_size": 8 // ranks, **sizes}
-    config = replace(alone, strategy="fsdp2", output_dir=str(tmp_path / "run"), **sizes)  # type: ignore[arg-type]
-    workers.run(run, replace(config, stop_at_step=2))
-    workers.run(run, replace(config, resume=True))
-    for mine, expected in zip(metrics_of(tmp_path / "run"), metrics_of(Path(alone.output_dir)), strict=True):
-        for name in ("loss", "grad_norm"):
-            assert mine[name] == pytest.approx(expected[name], rel=2e-4), f"{name} of step {mine['step']}"
-        assert mine["experts/dropped"] == 0
-        for name in ("max_load", "min_load", "router_entropy"):
-            assert mine[f"experts/{name}"] == pytest.approx(expected[f"experts/{name}"], rel=2e-3), name
-    settings = (tmp_path / "run" / "checkpoints" / "step-00000004" / "model" / "config.json").read_text()
-    assert "distributed_config" not in json.loads(settings)
-    export(tmp_path / "run", tmp_path / "exported", step=None)
-    export(Path(alone.output_dir), tmp_path / "expected", step=None)
-    mine, expected = (
-        AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32).state_dict()
-        for name in ("exported", "expected")
-    )
-    assert mine.keys() == expected.keys()
-    for name, value in expected.items():
-        assert float((mine[name] - value).abs().max()) < 2e-3, name
-
-
-def test_a_checkpoint_of_experts_on_several_ranks_goes_on_in_one_process(
-    alone: TrainConfig, workers_2: Workers, tmp_path: Path
-) -> None:
-    config = replace(alone, output_dir=str(tmp_path / "run"))
-    workers_2.run(run, replace(config, strategy="fsdp2", ep=2, stop_at_step=2))
-    train(replace(config, resume=True))
-    for mine, expected in zip(losses_of(tmp_path / "run"), losses_of(Path(alone.output_dir)), strict=True):
-        assert mine == pytest.approx(expected, rel=2e-4)
-
-
-@pytest.mark.nightly
-def test_a_tied_mixture_on_several_ranks_is_that_of_one_process(
-    alone: TrainConfig, cache: Path, workers_2: Workers, tmp_path: Path
-) -> None:
-    base = write_experts(cache, tmp_path / "base", tied=True)
-    one = replace(alone, model=str(base), output_dir=str(tmp_path / "one"), stop_at_step=2)
-    two = replace(one, strategy="fsdp2", ep=2, batch_size=4, output_dir=str(tmp_path / "two"))
-    train(one)
-    workers_2.run(run, two)
-    workers_2.run(run, replace(two, resume=True, stop_at_step=None))
-    train(replace(one, resume=True, stop_at_step=None))
-    for mine, expected in zip(metrics_of(tmp_path / "two"), metrics_of(tmp_path / "one"), strict=True):
-        for name in ("loss", "grad_norm"):
-            assert mine[name] == pytest.approx(expected[name], rel=2e-4), f"{name} of step {mine['step']}"
-    export(tmp_path / "two", tmp_path / "exported", step=None)
-    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
-    assert exported.lm_head.weight is exported.model.embed_tokens.weight
 
 
 def test_loads_are_counted_and_drawn(alone: TrainConfig) -> None:
@@ -231,7 +143,7 @@ def test_models_without_fitting_experts_are_refused(
     from liger_dist_train.expert_parallel import check_experts
 
     if changes.get("model") == "experts":
-        changes = changes | {"model": str(write_experts(cache, tmp_path / "base"))}
+        changes = changes | {"model": str(write_base(cache, tmp_path / "base", family="qwen3_moe"))}
     config = config_for(data, cache, tmp_path / "run", **{"ep": 2, "strategy": "fsdp2", **changes})
     model = shell(config, find_config(config, 601))
     dims = parallel_dims_of(config, 4)

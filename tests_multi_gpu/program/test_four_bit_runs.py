@@ -12,7 +12,7 @@ from harness import Workers
 from peft import PeftModel
 from test_lora_runs import ALONE, SHORT, bytes_of, engine_of
 from torch import nn
-from training_runs import config_for, losses_of, metrics_of, write_base
+from training_runs import config_for, metrics_of, write_base
 from transformers import AutoModelForCausalLM
 
 from liger_dist import LigerDistError
@@ -25,45 +25,6 @@ from liger_dist_train.run import train
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 FOUR_BITS: dict[str, Any] = SHORT | {"load_in_4bit": True}
-
-
-@pytest.mark.nightly
-def test_losses_are_those_of_one_process(workers_2: Workers, data: Path, cache: Path, tmp_path: Path) -> None:
-    base = write_base(cache, tmp_path / "base")
-    changes: dict[str, Any] = {"model": str(base)} | FOUR_BITS
-    train(config_for(data, cache, tmp_path / "none", **ALONE, **changes))
-    expected = losses_of(tmp_path / "none")
-    train(config_for(data, cache, tmp_path / "full", **ALONE, **changes | {"load_in_4bit": False}))
-    assert losses_of(tmp_path / "full") != pytest.approx(expected, rel=1e-4)
-    ways = (("fsdp2", "shard"), ("fsdp2", "replicate"), ("fsdp1", "replicate"), ("ddp", "shard"))
-    for strategy, frozen in ways:
-        folder = tmp_path / f"{strategy}_{frozen}"
-        workers_2.run(train, config_for(data, cache, folder, strategy=strategy, frozen=frozen, **changes))
-        assert losses_of(folder) == pytest.approx(expected, rel=1e-5), (strategy, frozen)
-
-
-def test_dora_on_4_bits(workers_2: Workers, data: Path, cache: Path, tmp_path: Path) -> None:
-    base = write_base(cache, tmp_path / "base")
-    changes: dict[str, Any] = {"model": str(base), "dora": True} | FOUR_BITS
-    train(config_for(data, cache, tmp_path / "none", **ALONE, **changes))
-    workers_2.run(train, config_for(data, cache, tmp_path / "fsdp2", strategy="fsdp2", **changes))
-    assert losses_of(tmp_path / "fsdp2") == pytest.approx(losses_of(tmp_path / "none"), rel=1e-5)
-
-
-@pytest.mark.nightly
-def test_a_run_goes_on_under_another_strategy(workers_2: Workers, data: Path, cache: Path, tmp_path: Path) -> None:
-    """Two steps on two ranks and two on one are four on one."""
-    base = write_base(cache, tmp_path / "base")
-    changes: dict[str, Any] = {"model": str(base), "lr_scheduler": "constant"} | FOUR_BITS
-    train(config_for(data, cache, tmp_path / "whole", **ALONE, **changes | {"steps": 4}))
-    for strategy, frozen in (("fsdp2", "shard"), ("fsdp2", "replicate"), ("ddp", "shard")):
-        folder = tmp_path / f"{strategy}_{frozen}"
-        workers_2.run(train, config_for(data, cache, folder, strategy=strategy, frozen=frozen, **changes))
-        train(config_for(data, cache, folder, **ALONE, **changes | {"steps": 4, "resume": True}))
-        assert losses_of(folder)[-2:] == pytest.approx(losses_of(tmp_path / "whole")[-2:], rel=1e-5), strategy
-    config = config_for(data, cache, folder, **ALONE, **changes | {"steps": 6, "resume": True})
-    with pytest.raises(LigerDistError, match="load_in_4bit True instead of None"):
-        train(replace(config, load_in_4bit=False))
 
 
 def test_exports(data: Path, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ from harness import Workers
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
-from training_runs import config_for, losses_of, metrics_of, write_base
+from training_runs import config_for, metrics_of, write_base
 from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig
 
 from liger_dist import LigerDistError
@@ -106,46 +106,6 @@ def test_lora_fsdp2_holds_no_full_base(
     kept = {p.dtype for name, p in expected.items() if "lora_" not in name}
     assert kept == {getattr(torch, dtype)}
     assert {p.dtype for name, p in expected.items() if "lora_" in name} == {torch.float32}
-
-
-@pytest.mark.nightly(dora=[True])
-@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
-def test_lora_fsdp2_losses_are_those_of_one_process(
-    dora: bool, workers_2: Workers, data: Path, cache: Path, tmp_path: Path
-) -> None:
-    base = write_base(cache, tmp_path / "base")
-    changes: dict[str, Any] = {"model": str(base), "dora": dora} | SHORT
-    train(config_for(data, cache, tmp_path / "none", **ALONE, **changes))
-    expected = losses_of(tmp_path / "none")
-    first, *_, last = [row["eval_loss"] for row in metrics_of(tmp_path / "none") if "eval_loss" in row]
-    assert last != first
-    for strategy, frozen in (("fsdp2", "shard"), ("fsdp1", "shard"), ("fsdp2", "replicate"), ("fsdp1", "replicate")):
-        folder = tmp_path / f"{strategy}_{frozen}"
-        workers_2.run(train, config_for(data, cache, folder, strategy=strategy, frozen=frozen, **changes))
-        assert losses_of(folder) == pytest.approx(expected, rel=1e-5), (strategy, frozen)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({}, marks=pytest.mark.nightly),
-        {"lm_head": "vocab_parallel"},
-        pytest.param({"frozen": "replicate"}, marks=pytest.mark.nightly),
-    ],
-    ids=["gather", "vocab_parallel", "replicate"],
-)
-def test_lora_fsdp2_trains_beside_a_bf16_base(
-    options: dict[str, Any], workers_2: Workers, data: Path, cache: Path, tmp_path: Path
-) -> None:
-    """Frozen bf16 and trained fp32 parameters are in one FSDP2 group."""
-    base = write_base(cache, tmp_path / "base")
-    changes: dict[str, Any] = {"model": str(base), "dtype": "bfloat16"} | SHORT
-    train(config_for(data, cache, tmp_path / "none", **ALONE, **changes))
-    workers_2.run(train, config_for(data, cache, tmp_path / "fsdp2", strategy="fsdp2", **options, **changes))
-    train(config_for(data, cache, tmp_path / "fp32", **ALONE, **(changes | {"dtype": "float32"})))
-    expected = losses_of(tmp_path / "fp32")
-    assert losses_of(tmp_path / "none") == pytest.approx(expected, rel=1e-2)
-    assert losses_of(tmp_path / "fsdp2") == pytest.approx(expected, rel=1e-2)
 
 
 def test_a_bf16_teacher_keeps_its_rotary_frequencies(data: Path, cache: Path, tmp_path: Path) -> None:

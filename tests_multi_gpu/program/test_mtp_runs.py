@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Workers
-from training_runs import config_for, losses_of, metrics_of, write_base
+from training_runs import config_for, metrics_of
 from transformers import AutoModelForCausalLM
 
 from liger_dist import LigerDistError
@@ -61,32 +60,6 @@ def test_mtp_run_reports_each_depth_and_exports_the_modules(data: Path, cache: P
     third = config_for(data, cache, tmp_path / "third", **ALONE, **(SHORT | other))
     with pytest.raises(LigerDistError, match="predicts 2 further tokens; give that depth"):
         train(third)
-
-
-def test_mtp_run_resumes_exactly(data: Path, cache: Path, tmp_path: Path) -> None:
-    straight = config_for(data, cache, tmp_path / "straight", **ALONE, **SHORT)
-    train(straight)
-    half = replace(straight, output_dir=str(tmp_path / "run"), stop_at_step=2)
-    train(half)
-    train(replace(half, stop_at_step=None, resume=True))
-    assert losses_of(tmp_path / "run") == losses_of(tmp_path / "straight")
-    with pytest.raises(LigerDistError, match="mtp_depth"):
-        train(replace(half, stop_at_step=None, steps=6, resume=True, mtp='{"depth": 1}'))
-
-
-@pytest.mark.nightly(lm_head=["gather"])
-@pytest.mark.parametrize("lm_head", ["gather", "vocab_parallel"])
-def test_mtp_run_under_fsdp2_is_that_of_one_process(
-    lm_head: str, workers_2: Workers, data: Path, cache: Path, tmp_path: Path
-) -> None:
-    """From a pretrained model that has no such modules."""
-    base = str(write_base(cache, tmp_path / "base"))
-    alone = config_for(data, cache, tmp_path / "alone", **ALONE, **SHORT, model=base)
-    train(alone)
-    workers_2.run(run, replace(alone, strategy="fsdp2", lm_head=lm_head, output_dir=str(tmp_path / "sharded")))
-    for mine, expected in zip(metrics_of(tmp_path / "sharded"), metrics_of(tmp_path / "alone"), strict=True):
-        for name in ("loss", "mtp_loss/1", "mtp_loss/2"):
-            assert mine[name] == pytest.approx(expected[name], rel=1e-4), name
 
 
 @pytest.mark.smoke

@@ -107,18 +107,18 @@ def test_a_moving_average_is_evaluated_saved_and_resumed(
     workers_2: Workers, data: Path, cache: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "held_out.txt").write_text((data / "ast0.txt").read_text()[:3000])
-    settings: dict[str, Any] = {"strategy": "fsdp2", "steps": 8, "ema_decay": 0.5, "eval_every": 4, "eval_batches": 0}
+    settings: dict[str, Any] = {"strategy": "fsdp2", "steps": 4, "ema_decay": 0.5, "eval_every": 2, "eval_batches": 0}
     # Full weights stay after a forward, and must not be those of the average, or the other way round.
     settings |= {"eval_data": [str(tmp_path / "held_out.txt")], "reshard_after_forward": False}
-    whole = config_for(data, cache, tmp_path / "whole", **settings, checkpoint_every=4)
+    whole = config_for(data, cache, tmp_path / "whole", **settings, checkpoint_every=2)
     workers_2.run(train, whole)
     rows = metrics_of(tmp_path / "whole")
-    assert [row["step"] for row in rows if "ema_eval_loss" in row] == [1, 4, 8]
+    assert [row["step"] for row in rows if "ema_eval_loss" in row] == [1, 2, 4]
     # The weights of the run come back after the average was evaluated.
     plain = config_for(data, cache, tmp_path / "plain", **settings | {"ema_decay": 0.0})
     workers_2.run(train, plain)
     assert losses_of(tmp_path / "plain") == losses_of(tmp_path / "whole")
-    part = config_for(data, cache, tmp_path / "whole", **settings, checkpoint_every=4, resume=True, resume_step=4)
+    part = config_for(data, cache, tmp_path / "whole", **settings, checkpoint_every=2, resume=True, resume_step=2)
     workers_2.run(train, part)
     again = metrics_of(tmp_path / "whole")
     assert [row["ema_eval_loss"] for row in again if "ema_eval_loss" in row] == [
@@ -204,20 +204,6 @@ def test_muon_is_torchs(shape: tuple[int, int]) -> None:
         for optimizer in optimizers:
             optimizer.step()
     torch.testing.assert_close(own, torchs, rtol=0, atol=1e-6)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("strategy", ["none", "fsdp2"])
-def test_muon_trains_and_resumes_exactly(
-    strategy: str, workers_2: Workers, data: Path, cache: Path, tmp_path: Path
-) -> None:
-    run = train if strategy == "none" else functools.partial(workers_2.run, train)
-    settings: dict[str, Any] = {"strategy": strategy, "steps": 8, "optimizer": "muon", "checkpoint_every": 4}
-    run(config_for(data, cache, tmp_path / "run", **settings))
-    losses = losses_of(tmp_path / "run")
-    assert losses[-1] < losses[0] - 0.3
-    run(config_for(data, cache, tmp_path / "run", **settings, resume=True, resume_step=4))
-    assert losses_of(tmp_path / "run") == losses
 
 
 def train_in_pieces(config: TrainConfig) -> int:

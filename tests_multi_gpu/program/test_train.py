@@ -63,40 +63,6 @@ def test_a_run_leaves_what_it_promises(trained: Path) -> None:
     assert published(trained) == ["step-00000006", "step-00000012"]
 
 
-@pytest.mark.nightly(dtype=["bfloat16"])
-@pytest.mark.parametrize(("strategy", "dtype", "tolerance"), [("fsdp2", "float32", 1e-5), ("ddp", "bfloat16", 2e-2)])
-def test_fused_and_unfused_losses_agree_at_every_step(
-    strategy: str, dtype: str, tolerance: float, workers_2: Workers, data: Path, cache: Path, tmp_path: Path
-) -> None:
-    losses = []
-    for fused in (True, False):
-        output = tmp_path / str(fused)
-        changes = {"fused_loss": fused, "dtype": dtype, "strategy": strategy, "learning_rate": 3e-3}
-        workers_2.run(train, config_for(data, cache, output, **changes))
-        losses.append(losses_of(output))
-    assert len(losses[0]) == 12
-    # AdamW's first steps have the size of the sign: on GPUs, sums in another order show in the second.
-    assert np.abs(np.subtract(*losses)).max() < (tolerance if not torch.cuda.is_available() else max(tolerance, 1e-3))
-
-
-@pytest.mark.nightly(strategy=["fsdp1"])
-@pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
-def test_long_sequences_with_tiles_and_offloaded_checkpoints(
-    data: Path, cache: Path, tmp_path: Path, workers_2: Workers, strategy: str
-) -> None:
-    """The curve of the dense mask and of all activations at once."""
-    runs: dict[str, dict[str, Any]] = {
-        "plain": {"attention": "sdpa"},
-        "lean": {"activation_checkpointing": True, "offload_checkpoints": True, "mlp_tile_tokens": 48},
-    }
-    for name, options in runs.items():
-        config = config_for(data, cache, tmp_path / name, strategy=strategy, steps=4, checkpoint_every=0, **options)
-        workers_2.run(train, config)
-    lean, plain = (losses_of(tmp_path / name) for name in ("lean", "plain"))
-    assert len(lean) == 4
-    assert lean == pytest.approx(plain, rel=1e-5)
-
-
 def test_a_stopped_and_resumed_run_equals_the_uninterrupted_one(
     trained: Path, workers_2: Workers, data: Path, cache: Path, tmp_path: Path
 ) -> None:
