@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -20,14 +20,16 @@ def own_name(name: str) -> str:
     return name.removeprefix("module.")
 
 
-def full_parameters(root: nn.Module) -> dict[str, Tensor]:
-    """Copies every full parameter, also of ZeRO-3: a collective where ranks hold shards."""
-    return dict(_copies(root))
+def full_parameters(root: nn.Module, names: Container[str] | None = None) -> dict[str, Tensor]:
+    """Copies every full parameter, or those of ``names``, also of ZeRO-3: a collective where ranks hold shards."""
+    return dict(_copies(root, names))
 
 
-def _copies(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _copies(root: nn.Module, names: Container[str] | None) -> Iterator[tuple[str, Tensor]]:
     with _summoned(root):
         for name, parameter in root.named_parameters():
+            if names is not None and own_name(name) not in names:
+                continue
             with _gathered(parameter):
                 yield own_name(name), full(parameter).clone()
 

@@ -100,7 +100,7 @@ def outcome(
     rows = use.get("rows", "texts")
     batches = [[make_batch(r, num_ignored=2, seed=i, rows=rows) for i in range(micro_batches)] for r in range(ranks)]
     model = _made(base, lora, use)
-    reference = _in_fp64(model, base, lora)
+    reference = in_fp64(model, base, lora)
     total = 0.0
     for batch in (batch for of_rank in batches for batch in of_rank):
         loss_sum, tokens = true_loss_sum(reference, batch)
@@ -140,7 +140,7 @@ def _made(base: dict[str, Any], lora: dict[str, Any], use: dict[str, Any], loade
     return model
 
 
-def _in_fp64(model: Any, base: dict[str, Any], lora: dict[str, Any]) -> Any:
+def in_fp64(model: Any, base: dict[str, Any], lora: dict[str, Any]) -> Any:
     """Unwrapped, with the same values: ordinary linear layers with the weights that the 4 bits stand for."""
     import peft
     from bitsandbytes.functional import dequantize_4bit

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -23,12 +24,13 @@ from liger_dist.fused_layers.document_mask import new_call
 from liger_dist.fused_layers.document_rows import DocumentRows
 from liger_dist.fused_layers.packed_calls import OF_DOCUMENTS
 from liger_dist.fused_layers.recurrent import RecurrentLayers
+from liger_dist.fused_layers.swap import has_gradient_hooks, has_hooks
 from liger_dist.losses.distillation import Distillation
 from liger_dist.losses.execution import Execution
 from liger_dist.losses.labels import AlignedLabels, LabelSummary
 from liger_dist.losses.shared_gradient import SharedGradient, budget_beside_sum
 from liger_dist.losses.spec import LossSpec, PendingGradients
-from liger_dist.model.peft import has_active_dropout, without_fsdp1
+from liger_dist.model.peft import has_active_dropout, parts_of, without_fsdp1
 from liger_dist.model.structure import Structure
 from liger_dist.model.torch_modes import checkpoint_frame, is_transformed, untraced
 from liger_dist.sharding import accelerate
@@ -84,6 +86,8 @@ class FusedLoss:
         """name of the module whose ``loss_function`` gets the logits, or None"""
         module = self._loss_module_of(model)
         self.own_loss_function: Callable[..., Tensor] | None = getattr(module, "loss_function", None)
+        """as it was when the recipe was found"""
+        self._own_loss_function_now = self.own_loss_function
         self._had_own_loss_function = module is not None and "_loss_function" in vars(module)
         self.is_encoder_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
         self.warnings = CallWarnings(others_wrap=strategy == "auto")
@@ -158,7 +162,7 @@ class FusedLoss:
         shards = self.row_shards()
         try:
             call = self.signature.read(model, args, kwargs)
-            documents = self.documents(call)
+            documents = self.documents(model, call)
             decided = self._decide(model, call)
             loss_call = None if decided is None else self._loss_call(model, *decided)
         except Exception as error:
@@ -181,13 +185,13 @@ class FusedLoss:
         if self.row_shards() is not None or is_running(self.wrap_id):
             return
         call = self.signature.read(model, args, kwargs)
-        self.documents(call)
+        self.documents(model, call)
         decided = self._decide(model, call)
         if decided is not None:
             call, in_use, _ = decided
             self.checked(model, call, in_use)
 
-    def documents(self, call: Call) -> DocumentRows | None:
+    def documents(self, model: nn.Module, call: Call) -> DocumentRows | None:
         """Returns the documents of a call that recurrent layers compute in separate rows, and tells them to attention.
 
         Raises:
@@ -195,7 +199,7 @@ class FusedLoss:
         """
         if self.recurrent is None:
             return None
-        documents = self.recurrent.documents(call.named)
+        documents = self.recurrent.documents(model, call.named)
         if documents is None:
             # Every row is one document, and without other packages some layers refuse these keywords.
             for name in OF_DOCUMENTS:
@@ -228,6 +232,7 @@ class FusedLoss:
                 own: Any = getattr(model, "loss_function", nn.functional.cross_entropy)
                 call.kwargs.update(options_for(own, call, reason=self.unfused_reason))
             return None
+        self._own_loss_function_now = self._read_own_loss_function(model)
         mode = self._mode()
         if isinstance(mode, Distillation):
             call = call.distilled(mode)
@@ -297,10 +302,27 @@ class FusedLoss:
             )
         if is_transformed():
             return "torch.func or forward-mode differentiation is at work, where the fused loss is not defined"
+        if has_gradient_hooks(in_use.base) or has_gradient_hooks(in_use.head):
+            return (
+                "its lm_head has a backward hook, which reads the gradient of the logits; a hook on the loss or on "
+                "hidden states gets its own"
+            )
+        if in_use.head is not in_use.base and any(map(has_hooks, parts_of(in_use.head))):
+            return "a part of the LoRA layer on its lm_head has hooks, which read the hidden states of each token"
         if self.loss_module is not None and not self.has_installed(model):
             loss_function = vars(self._loss_module_of(model)).get("_loss_function")
             return f"its loss_function is {getattr(loss_function, '__qualname__', loss_function)} now"
+        if self._read_own_loss_function(model) is not self.own_loss_function:
+            return f"its loss_type has another loss function since liger_dist.wrap: {model.loss_type}"
         return None
+
+    def _read_own_loss_function(self, model: nn.Module) -> Any:
+        """Returns the loss function that transformers chooses for the module by now."""
+        module = self._loss_module_of(model)
+        chosen = getattr(type(module), "loss_function", None)
+        if self._had_own_loss_function or not isinstance(chosen, property) or chosen.fget is None:
+            return self.own_loss_function
+        return chosen.fget(SimpleNamespace(loss_type=getattr(module, "loss_type", None)))
 
     def _keywords_of_own_loss(
         self, model: nn.Module, call: Call, asked: tuple[str, ...], reason: str
@@ -456,7 +478,7 @@ class FusedLoss:
     @untraced
     def loss_function(self, *args: Any, **kwargs: Any) -> Tensor:
         """Replaces the owner's loss function: the finished loss, or the owner's own for full logits."""
-        own = self.own_loss_function
+        own = self._own_loss_function_now
         assert own is not None
         logits = kwargs["logits"] if "logits" in kwargs else args[0]
         targets = kwargs["labels"] if "labels" in kwargs else args[1]

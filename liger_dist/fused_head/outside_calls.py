@@ -34,7 +34,7 @@ def check_distilled(
                 "take; expected arguments of the student's forward."
             )
         call = loss.signature.read(model, (), kwargs)
-        loss.documents(call)
+        loss.documents(model, call)
         call.check_distilled()
         reason = loss.unfused_reason_now(model)
         if reason is not None:

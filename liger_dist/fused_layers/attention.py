@@ -95,8 +95,14 @@ def attention(
         ``[B, S, H, D]``, and attention weights where the eager function computes them.
 
     Raises:
-        LigerDistError: ``cu_seq_lens_q`` does not fit; soft-capped scores in a model without an eager function.
+        LigerDistError: ``cu_seq_lens_q`` does not fit; soft-capped scores in a model without an eager function;
+            ``is_causal`` of the module was set to False.
     """
+    if vars(module).get("is_causal") is False and kwargs.get("is_causal") is None:
+        raise LigerDistError(
+            f"is_causal of a {type(module).__name__} is False, which eager attention does not read and others do; set "
+            "it before liger_dist.wrap, or select the attention with model.set_attn_implementation."
+        )
     axis = sequence_axis_of(module)
     if axis is not None:
         return _sequence_parallel(axis, module, query, key, value, attention_mask, scaling, dropout, kwargs), None

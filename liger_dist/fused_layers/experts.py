@@ -35,6 +35,7 @@ from .swap import (
     PROBE_SCALES,
     Kind,
     LeftAloneError,
+    PartState,
     Swapped,
     agrees,
     has_hooks,
@@ -87,8 +88,8 @@ class ExpertsMatch:
     """what the swapped module has as its config"""
     apply_gate: Any
     """function that the module calls for its gate: of its class, or patched on the instance"""
-    activation: tuple[nn.Module, dict[str, Any]] | None
-    """module of the activation, with its settings; None where the experts' class computes it"""
+    activation: PartState | None
+    """module of the activation; None where the experts' class computes it"""
     settings: dict[str, Any]
     """attributes of the module when it was matched"""
 
@@ -129,7 +130,7 @@ def _match(module: Any, backend: Backend) -> ExpertsMatch:
             implementation=implementation,
             config=_Config(module.config),
             apply_gate=_gate_function(module),
-            activation=None if activation is None else (activation, settings_of(activation)),
+            activation=None if activation is None else PartState.of(activation),
             settings=settings_of(module),
         )
         if not agrees(partial(_probe, module, match), tolerance=TOLERANCE):
@@ -304,10 +305,8 @@ def _is_ready(module: nn.Module, match: ExpertsMatch, hidden_states: Tensor) -> 
         return False
     if _gate_function(module) is not match.apply_gate or not _are_as_matched(module, match.settings):
         return False
-    if match.activation is not None:
-        part, settings = match.activation
-        if module._modules.get("act_fn") is not part or has_hooks(part) or not _are_as_matched(part, settings):
-            return False
+    if match.activation is not None and not match.activation.is_unchanged(module._modules.get("act_fn")):
+        return False
     return supports(hidden_states, _tensors(module, match))
 
 

@@ -33,13 +33,16 @@ from .swap import (
     PROBE_SCALES,
     Kind,
     LeftAloneError,
+    NotedConfig,
+    PartState,
     agrees,
-    has_hooks,
+    has_objects,
     has_settings,
     in_mode,
     is_local,
     is_plain_linear,
     match_of,
+    objects_of,
     original_forward,
     probing,
     runs_own_code,
@@ -155,10 +158,14 @@ class GatedMatch:
     gate_first: bool
     activation: Activation
     backend: Backend
-    others: dict[str, tuple[nn.Module, dict[str, Any]]]
-    """other submodules of the module, such as the activation, with their settings, when it was matched"""
+    others: dict[str, PartState]
+    """other submodules of the module, such as the activation, when it was matched"""
     settings: dict[str, Any]
     """attributes of the module when it was matched: values, strings and flags"""
+    objects: dict[str, Any]
+    """functions and lists among the attributes of the module"""
+    of_config: dict[str, Any]
+    """what the module's forward reads from its config"""
     tile_tokens: int | None = None
     """tokens of one tile; None for all tokens at once"""
 
@@ -258,7 +265,7 @@ def projection_shape(module: nn.Module | None) -> tuple[int, int] | None:
 def _explained(module: nn.Module, roles: tuple[str, str | None, str], backend: Backend) -> GatedMatch | None:
     gate, up, down = roles
     parts = ((name, part) for name, part in module._modules.items() if part is not None and name not in roles)
-    others = {name: (part, settings_of(part)) for name, part in parts}
+    others = {name: PartState.of(part) for name, part in parts}
     generator = torch.Generator().manual_seed(0)
     values = [[scale * torch.randn(1, 4, 8, generator=generator) for _ in range(2)] for scale in PROBE_SCALES]
     for gate_first in (True, False) if up is None else (True,):
@@ -272,6 +279,8 @@ def _explained(module: nn.Module, roles: tuple[str, str | None, str], backend: B
                 backend=backend,
                 others=others,
                 settings=settings_of(module),
+                objects=objects_of(module),
+                of_config={},
             )
             if all(_agrees(module, match, *case) for case in product(values, (False, True))):
                 return match
@@ -299,9 +308,11 @@ def _own(module: nn.Module, match: GatedMatch, gate: Tensor, up: Tensor, trainin
         stack.enter_context(in_mode(module, training))
         for name, value in given.items():
             stack.enter_context(swapped(module._modules, name, Given(value, hidden_states)))
-        for name, (part, _) in match.others.items():
+        for name, state in match.others.items():
             # Without their hooks, which must not see the probe.
-            stack.enter_context(swapped(module._modules, name, StandIn(part, without_hooks)))
+            stack.enter_context(swapped(module._modules, name, StandIn(state.part, without_hooks)))
+        if "config" in vars(module):
+            stack.enter_context(swapped(vars(module), "config", NotedConfig(vars(module)["config"], match.of_config)))
         return type(module).forward(module, hidden_states)
 
 
@@ -311,10 +322,12 @@ def _compute(module: nn.Module, match: GatedMatch, hidden_states: Any = None, *a
         return NotImplemented
     is_own = runs_own_code(hidden_states)
     if match.tile_tokens is not None and _has_tiles(match.tile_tokens, hidden_states):
-        compute = functools.partial(original_forward(module) if is_own else _fused, module)
-        recompute = compute if is_own else functools.partial(_fused, module, needs_values=False)
+        # The backward does not look at the match: the module may have been restored by then.
+        own = functools.partial(original_forward(module), module)
+        compute = own if is_own else functools.partial(_fused, module, match)
+        recompute = own if is_own else functools.partial(_fused, module, match, needs_values=False)
         return compute_in_tiles(module, compute, hidden_states, match.tile_tokens, recompute=recompute)
-    return NotImplemented if is_own else _fused(module, hidden_states)
+    return NotImplemented if is_own else _fused(module, match, hidden_states)
 
 
 def _has_tiles(tile_tokens: int, hidden_states: Any) -> bool:
@@ -323,13 +336,12 @@ def _has_tiles(tile_tokens: int, hidden_states: Any) -> bool:
     return bool(hidden_states.shape[:-1].numel() > tile_tokens)
 
 
-def _fused(module: nn.Module, hidden_states: Tensor, *, needs_values: bool = True) -> Any:
+def _fused(module: nn.Module, match: GatedMatch, hidden_states: Tensor, *, needs_values: bool = True) -> Any:
     """Computes the MLP with the fused activation.
 
     Args:
         needs_values: False if the caller reads only the graph of the result.
     """
-    match: GatedMatch = match_of(module)
     projected: Any = getattr(module, match.gate)(hidden_states)
     gate, up = (projected, getattr(module, match.up)(hidden_states)) if match.up else match.split(projected)
     del projected
@@ -348,10 +360,11 @@ def _is_as_probed(module: nn.Module, match: GatedMatch) -> bool:
     """True if the module is unchanged, and its submodules that are no longer called have no user hooks."""
     if not has_settings(module, match.settings):
         return False
-    for name, (part, settings) in match.others.items():
-        if module._modules.get(name) is not part or has_hooks(part) or not has_settings(part, settings):
-            return False
-    return True
+    if not has_objects(module, match.objects):
+        return False
+    if match.of_config and not all(getattr(module.config, n, None) == v for n, v in match.of_config.items()):
+        return False
+    return all(state.is_unchanged(module._modules.get(name)) for name, state in match.others.items())
 
 
 def _activate(gate: Tensor, activation: Activation) -> Tensor:

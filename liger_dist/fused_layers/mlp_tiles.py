@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from liger_dist.errors import LigerDistError, refuse_second_order
 from liger_dist.model.peft import adapter_settings
 from liger_dist.model.stand_ins import swapped
+from liger_dist.sharding.deepspeed import is_stored_by_zero3
 
 Forward = Callable[[Tensor], Tensor]
 _ACCUMULATED = (torch.float16, torch.bfloat16)
@@ -89,39 +91,65 @@ class _Weights:
     def __init__(self, module: nn.Module, trained: Sequence[Tensor]) -> None:
         place = {id(value): index for index, value in enumerate(trained)}
         self._number = len(trained)
-        self._slots = [(part, name, place[id(v)]) for part, name, v in _tensors(module) if id(v) in place]
-        self._versions = [(part, name, v, v._version) for part, name, v in _tensors(module) if not v.is_inference()]
+        self._slots = [_Slot.of(part, name, value, place.get(id(value))) for part, name, value in _tensors(module)]
 
     @contextmanager
-    def without_hooks(self) -> Iterator[list[Tensor]]:
-        """Swaps the trained weights for leaves on the same memory within the context, and yields these in their order.
-        So hooks of a weight run once, for the gradient of all tiles.
+    def restored(self) -> Iterator[list[Tensor]]:
+        """Within, the module has the weights of the forward; the trained ones are leaves on the same memory, which it
+        yields in their order. So hooks of a weight run once, for the gradient of all tiles.
 
         Raises:
             LigerDistError: a weight was changed in place since the forward.
         """
-        self._check_versions()
-        slots = [(_names_of(part, name), name, place) for part, name, place in self._slots]
-        own = [names[name] for names, name, _ in slots]
-        values = {place: value for (_, _, place), value in zip(slots, own, strict=True)}
+        for slot in self._slots:
+            slot.check_version()
+        values = {slot.place: slot.value() for slot in self._slots if slot.place is not None}
         leaves = [values[place].detach().requires_grad_() for place in range(self._number)]
-        for names, name, place in slots:
-            names[name] = leaves[place]
-        try:
+        with ExitStack() as stack:
+            for slot in self._slots:
+                value = slot.value() if slot.place is None else leaves[slot.place]
+                if slot.now() is not value:
+                    stack.enter_context(swapped(_names_of(slot.part, slot.name), slot.name, value))
             yield leaves
-        finally:
-            for (names, name, _), value in zip(slots, own, strict=True):
-                names[name] = value
 
-    def _check_versions(self) -> None:
-        # A framework that has unsharded a weight anew may have replaced the tensor, by one of the same values.
-        for part, name, value, version in self._versions:
-            if _names_of(part, name).get(name) is value and value._version != version:
-                raise LigerDistError(
-                    f"{name} of an MLP that is computed in tiles was modified by an inplace operation after its "
-                    f"forward (version {value._version}, expected {version}), but the backward computes the tiles "
-                    "again. Change weights after the backward, or wrap with WrapConfig(mlp_tile_tokens=None)."
-                )
+
+@dataclass(frozen=True)
+class _Slot:
+    """Place of a weight in a module, and its value in a forward."""
+
+    part: nn.Module
+    name: str
+    then: Tensor
+    memory: Tensor | None
+    """the value's memory, which outlives an exchange of its data; None where a framework frees and gathers it"""
+    version: int | None
+    place: int | None
+    """of a trained weight among these"""
+
+    @classmethod
+    def of(cls, part: nn.Module, name: str, value: Tensor, place: int | None) -> _Slot:
+        is_kept = type(value) in (Tensor, nn.Parameter) and not is_stored_by_zero3(value)
+        memory = value.detach() if is_kept and value.layout is torch.strided else None
+        return cls(part, name, value, memory, None if value.is_inference() else value._version, place)
+
+    def now(self) -> Any:
+        return _names_of(self.part, self.name).get(self.name)
+
+    def value(self) -> Tensor:
+        """Returns the weight of the forward. FSDP frees its memory in between, and may gather it into another
+        tensor."""
+        now = self.now()
+        if self.memory is not None and self.memory.untyped_storage().nbytes() > 0:
+            return self.memory if now is not self.then or now.data_ptr() != self.memory.data_ptr() else now
+        return now if isinstance(now, Tensor) else self.then
+
+    def check_version(self) -> None:
+        if self.version is not None and self.now() is self.then and self.then._version != self.version:
+            raise LigerDistError(
+                f"{self.name} of an MLP that is computed in tiles was modified by an inplace operation after its "
+                f"forward (version {self.then._version}, expected {self.version}), but the backward computes the tiles "
+                "again. Change weights after the backward, or wrap with WrapConfig(mlp_tile_tokens=None)."
+            )
 
 
 class _SavedInput(torch.autograd.Function):
@@ -163,7 +191,7 @@ class _Tiles(torch.autograd.Function):
         (tokens_TD,) = (ctx if ctx.saved is None else ctx.saved).saved_tensors
         needs_tokens = ctx.needs_input_grad[0]
         d_tokens_TD = torch.empty_like(tokens_TD) if needs_tokens else None
-        with ctx.context.restored(), ctx.weights.without_hooks() as weights:
+        with ctx.context.restored(), ctx.weights.restored() as weights:
             sums: list[Tensor | None] = [None] * len(weights)
             tiles = zip(tokens_TD.split(ctx.tile_tokens), d_result_TD.split(ctx.tile_tokens), strict=True)
             for index, (tile, d_result) in enumerate(tiles):
@@ -211,8 +239,12 @@ def _added(total: Tensor | None, new: Tensor | None) -> Tensor | None:
     return total.add_(new)
 
 
+_CALLED = ("_modules", "_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
 class _Context:
-    """Autocast, random number states, training modes and active adapters of a forward, for its recomputation."""
+    """Autocast, random number states, training modes, active adapters, submodules and hooks of a forward, for its
+    recomputation."""
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self.device = device.type
@@ -222,6 +254,7 @@ class _Context:
         has_dropout = any(isinstance(part, nn.Dropout) and part.training and part.p > 0 for part in module.modules())
         self.states = _random_states(self.device) if has_dropout else None
         self.modes = [(part, "training", part.training) for part in module.modules()] + adapter_settings(module)
+        self.modes += [(part, name, dict(vars(part)[name])) for part in module.modules() for name in _CALLED]
 
     def autocasting(self, *, keeps_casts: bool) -> AbstractContextManager[Any]:
         """Returns a context with the forward's autocast. Casts of weights without gradients must not be cached: later

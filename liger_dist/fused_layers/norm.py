@@ -22,7 +22,19 @@ from liger_dist_kernels import Backend, NormOptions, norm_bwd, norm_fwd
 
 from .layout import in_layout
 from .recompute import RecomputedFunction, drop_outputs, free_copy, note_output, should_recompute
-from .swap import Kind, LeftAloneError, agrees, has_settings, in_mode, is_local, probing, runs_own_code, settings_of
+from .swap import (
+    Kind,
+    LeftAloneError,
+    agrees,
+    has_objects,
+    has_settings,
+    in_mode,
+    is_local,
+    objects_of,
+    probing,
+    runs_own_code,
+    settings_of,
+)
 
 TOLERANCE = 1e-5
 WIDTH = 32
@@ -116,6 +128,7 @@ class NormMatch:
     parameters: tuple[str, ...]
     """names of weight and bias, if it has them"""
     settings: dict[str, Any]
+    objects: dict[str, Any]
     """attributes of the module when it was matched: values, strings and flags"""
     under_autocast: bool
     """True if the module does the same under autocast"""
@@ -133,7 +146,7 @@ class NormMatch:
 
 def _is_candidate(module: nn.Module) -> bool:
     named = "norm" in type(module).__name__.lower()
-    return named and not module._modules and set(module._parameters) <= {"weight", "bias"}
+    return named and not module._modules and not module._buffers and set(module._parameters) <= {"weight", "bias"}
 
 
 def _match(module: nn.Module, backend: Backend) -> NormMatch:
@@ -167,6 +180,7 @@ def _explained(module: nn.Module, backend: Backend) -> NormMatch:
         backend=backend,
         parameters=tuple(given),
         settings=settings_of(module),
+        objects=objects_of(module),
         under_autocast=not is_torchs and probe.same_under_autocast(rounded),
         keeps_layout=probe.keeps_layout(),
     )
@@ -259,7 +273,8 @@ def _compute(module: nn.Module, match: NormMatch, hidden_states: Any = None, *ar
     found: dict[str, Any] = {name: getattr(module, name, None) for name in match.parameters}
     width = hidden_states.shape[-1]
     fits = all(is_local(tensor) and tuple(tensor.shape) == (width,) for tensor in found.values())
-    if not fits or not has_settings(module, match.settings):
+    is_changed = not has_settings(module, match.settings) or _has_more(module, match.parameters)
+    if not fits or is_changed or not has_objects(module, match.objects):
         return NotImplemented
     compute = partial(
         norm, weight=found.get("weight"), bias=found.get("bias"), options=match.options, backend=match.backend
@@ -267,6 +282,11 @@ def _compute(module: nn.Module, match: NormMatch, hidden_states: Any = None, *ar
     if hidden_states.is_contiguous():
         return compute(hidden_states)
     return in_layout(compute, hidden_states) if match.keeps_layout else compute(hidden_states.contiguous())
+
+
+def _has_more(module: nn.Module, parameters: tuple[str, ...]) -> bool:
+    """True if a weight or a bias has been added since."""
+    return any(value is not None and name not in parameters for name, value in module._parameters.items())
 
 
 NORM = Kind(

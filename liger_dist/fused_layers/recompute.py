@@ -181,7 +181,7 @@ _MOST_STEPS = 4096
 def _drop_at_known_places(last: Any) -> bool:
     """Replaces outputs where searches have found some; False where the graph is another one, or an output is left."""
     producers: list[Any] = []
-    held: list[tuple[Any, Any]] = []
+    products: set[tuple[Any, str, str]] = set()
     waiting: list[tuple[Any, _Steps]] = [(last, _KNOWN)]
     while waiting:
         node, steps = waiting.pop()
@@ -192,17 +192,20 @@ def _drop_at_known_places(last: Any) -> bool:
             return False
         if step.is_producer and hasattr(node, "output"):
             producers.append(node)
-        for place, name in step.saved_names:
-            held += _saved_as(node, place, name)
+        # Several ways may lead to a node.
+        products |= {(node, place, name) for place, name in step.saved_names}
         if step.edges:
             following = node.next_functions
             for index, steps_behind in step.edges.items():
                 if index >= len(following):
                     return False
                 waiting.append((following[index][0], steps_behind))
+    # Memory of an output that nobody has kept may be another tensor's by now.
+    kept = [node for node in producers if not node.output.memory.expired()]
     # Not every place holds an output: the first nodes of an attention and of an MLP are the same.
-    found = {_replace(raw, saved, producers) for raw, saved in held}
-    return bool(producers) and all(one in found or one.output.memory.expired() for one in producers)
+    held = [one for product in products for one in _saved_as(*product)] if kept else []
+    found = {_replace(raw, saved, kept) for raw, saved in held}
+    return bool(producers) and all(one in found for one in kept)
 
 
 def _drop_by_search(last: Any) -> None:

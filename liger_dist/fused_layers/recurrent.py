@@ -16,6 +16,7 @@ between. Hooks on the decoder's outputs note the documents of their call as soon
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -79,9 +80,16 @@ class RecurrentLayers:
         self._in_backward: dict[torch.device, DocumentRows | None] = {}
         self._last: DocumentRows | None = None
         """documents of the last call"""
+        self._copied_from: RecurrentLayers | None = None
+        """of a copy, those of the model that runs a copied layer; None once a copied model has been called"""
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_forwards": {}, "_in_backward": {}, "_last": None}
+        return vars(self) | {"_forwards": {}, "_in_backward": {}, "_last": None, "_copied_from": None}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RecurrentLayers:
+        made = memo[id(self)] = RecurrentLayers.__new__(RecurrentLayers)
+        vars(made).update(copy.deepcopy(self.__getstate__(), memo), _copied_from=self)
+        return made
 
     def __str__(self) -> str:
         by_reason: dict[str, list[str]] = {}
@@ -184,7 +192,7 @@ class RecurrentLayers:
                 f"{self._name} around it, with output_hidden_states=True for its hidden states."
             )
 
-    def documents(self, named: dict[str, Any]) -> DocumentRows | None:
+    def documents(self, model: nn.Module, named: dict[str, Any]) -> DocumentRows | None:
         """Reads the documents of a call, see :func:`.packed_calls.documents_of`; None for one text in each row.
 
         Args:
@@ -201,6 +209,8 @@ class RecurrentLayers:
                 "but a cache holds one text for each row; pass use_cache=False."
             )
         self._check(named, way)
+        if way:
+            self._check_mixers(model)
         documents = None if named.get(cache) else documents_of(named)  # Generation is the model's own.
         if way and documents is not None and not documents.is_packed:
             raise LigerDistError(
@@ -220,6 +230,16 @@ class RecurrentLayers:
             f"{apart} each document a separate row and pad the rows (attention_mask), or leave {' and '.join(way)} "
             "out, so that a row is one text (--attend_across_documents true in the training program)."
         )
+
+    def _check_mixers(self, model: nn.Module) -> None:
+        """Refuses packed documents where a layer of the classes that mix them has been put in after ``wrap``."""
+        added = next((module for module in model.modules() if type(module) in self.mixers), None)
+        if added is not None:
+            name = next(name for name, module in model.named_modules() if module is added)
+            raise LigerDistError(
+                f"{self._name} was called with packed documents, but {name} has been exchanged since liger_dist.wrap "
+                "and would mix them; call liger_dist.unwrap(model) and wrap it again."
+            )
 
     def _positions_suffice(self, named: dict[str, Any]) -> bool:
         """True if the model's original attention separates the documents by ``position_ids`` beside other arguments."""
@@ -246,7 +266,7 @@ class RecurrentLayers:
     def running(self, documents: DocumentRows | None) -> Iterator[None]:
         """Within, a call with these documents runs."""
         self._in_backward.clear()
-        self._last = documents
+        self._last, self._copied_from = documents, None
         with self.apart(documents), new_call():
             yield
 
@@ -264,6 +284,9 @@ class RecurrentLayers:
         for owner, documents in reversed(_DOCUMENTS.get()):
             if owner is self:
                 return documents
+        if self._copied_from is not None:
+            # As PEFT's modules_to_save: a copied layer in the original model.
+            return self._copied_from.documents_now(hidden_states)
         if not in_backward():
             return None
         if hidden_states.device not in self._in_backward and self._last is not None:

@@ -6,6 +6,7 @@ falls back to the original one wherever the module has changed since it was matc
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -247,6 +248,24 @@ def settings_of(module: nn.Module) -> dict[str, Any]:
     }
 
 
+def objects_of(module: nn.Module) -> dict[str, Any]:
+    """Returns functions and lists on a module that its forward may read; lists are copied."""
+    return {
+        name: copy.copy(value)
+        for name, value in vars(module).items()
+        if (isinstance(value, list | tuple | dict | set) or callable(value))
+        and not isinstance(value, nn.Module)
+        and name not in _OF_EVERY_MODULE
+        and not name.startswith(("_", "ds_"))
+    }
+
+
+def has_objects(module: nn.Module, objects: dict[str, Any]) -> bool:
+    """True if all of them are unchanged."""
+    now = vars(module)
+    return not objects or all(name in now and now[name] == value for name, value in objects.items())
+
+
 def has_settings(module: nn.Module, settings: dict[str, Any]) -> bool:
     """True if all of them are unchanged. Attributes that FSDP and DeepSpeed have added since do not count, unless the
     module's class has a default for them."""
@@ -257,6 +276,57 @@ def has_settings(module: nn.Module, settings: dict[str, Any]) -> bool:
     kind: Any = type(module)
     defaults = _defaults_of(kind)
     return defaults.isdisjoint(now) or not (settings_of(module).keys() - settings.keys()) & defaults
+
+
+@dataclass(frozen=True)
+class PartState:
+    """Submodule that a swapped forward no longer calls, such as an activation, as it was when its owner was matched."""
+
+    part: nn.Module
+    kind: type
+    forward: Forward
+    attributes: dict[str, Any]
+
+    @classmethod
+    def of(cls, part: nn.Module) -> PartState:
+        """Reads a part.
+
+        Raises:
+            LeftAloneError: it has parameters, buffers or submodules, which the swapped forward would not read.
+        """
+        if part._parameters or part._buffers or part._modules:
+            raise LeftAloneError(f"its {type(part).__name__} has parameters, buffers or submodules")
+        return cls(part, type(part), type(part).forward, _attributes_of(part))
+
+    def is_unchanged(self, now: nn.Module | None) -> bool:
+        """True if ``now`` is the part, and it has no hooks, patches or other attributes."""
+        if now is not self.part or type(now) is not self.kind or self.kind.forward is not self.forward:
+            return False
+        if now._parameters or now._buffers or now._modules or has_hooks(now):
+            return False
+        found = vars(now)
+        return all(name in found and found[name] == value for name, value in self.attributes.items())
+
+
+class NotedConfig:
+    """Config of a module in a probe, which notes what the module's forward reads from it."""
+
+    def __init__(self, config: Any, read: dict[str, Any]) -> None:
+        self.__dict__.update(_own=config, _read=read)
+
+    def __getattr__(self, name: str) -> Any:
+        # One that is absent, which a default stands for, may be set later.
+        self._read[name] = getattr(self._own, name, None)
+        return getattr(self._own, name)
+
+
+def _attributes_of(module: nn.Module) -> dict[str, Any]:
+    """Returns all attributes that a module has beside those of every module: functions too. Lists are copied."""
+    return {
+        name: copy.copy(value) if isinstance(value, list | dict | set) else value
+        for name, value in vars(module).items()
+        if name not in _OF_EVERY_MODULE and not name.startswith("_is_hf")
+    }
 
 
 @lru_cache(maxsize=256)
@@ -271,6 +341,12 @@ def has_hooks(module: nn.Module) -> bool:
         return True
     hooks = _hooks(module)
     return bool(hooks) and any(not _is_of_framework(hook) for hook in hooks)
+
+
+def has_gradient_hooks(module: nn.Module) -> bool:
+    """True if the module has a hook on the gradients of its outputs that does not belong to FSDP or DeepSpeed."""
+    hooks = (*module._backward_pre_hooks.values(), *module._backward_hooks.values())
+    return any(not _is_of_framework(hook) for hook in hooks)
 
 
 def _hooks(module: nn.Module) -> list[Any]:

@@ -108,6 +108,11 @@ def lora_objection(head: nn.Module) -> str | None:
     return f"LoRA of the variant {others[0]}; expected plain LoRA or DoRA: {WAY_OUT}" if others else None
 
 
+def parts_of(layer: nn.Module) -> list[nn.Module]:
+    """Returns the modules that a LoRA layer calls."""
+    return list(layer.modules())[1:]
+
+
 def reads_base_weight(layer: nn.Module) -> bool:
     """True for a layer whose forward reads the weight of its base layer, as DoRA's norms do."""
     return bool(getattr(layer, "lora_magnitude_vector", None))
@@ -123,9 +128,16 @@ def only_plain_adapter(layer: Any) -> str | None:
     (name,), modules = active, layer._modules
     if name not in modules["lora_A"]._modules or name in layer.lora_variant:
         return None
-    dropout = modules["lora_dropout"]._modules[name]
-    is_dropped = isinstance(dropout, nn.Dropout) and dropout.training and dropout.p > 0
-    return None if is_dropped else name
+    return name if _returns_its_input(modules["lora_dropout"]._modules[name]) else None
+
+
+def _returns_its_input(dropout: Any) -> bool:
+    """True for PEFT's own module in a place of dropout, while it drops nothing and nobody listens to it."""
+    is_idle = type(dropout) is nn.Identity or (type(dropout) is nn.Dropout and not (dropout.training and dropout.p > 0))
+    hooks = (
+        dropout._forward_hooks or dropout._forward_pre_hooks or dropout._backward_hooks or dropout._backward_pre_hooks
+    )
+    return is_idle and not hooks and "forward" not in vars(dropout)
 
 
 def has_active_dropout(head: nn.Module) -> bool:

@@ -183,6 +183,27 @@ def test_copies_and_pickles_of_a_wrapped_model_keep_documents_apart() -> None:
         assert_equal(trained(other, batch), want)
 
 
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("family", ["falcon_h1", "lfm2"])
+def test_a_copied_layer_keeps_documents_apart(family: str, checkpointed: bool) -> None:
+    """As PEFT's ``modules_to_save`` copies one, of a model that is wrapped already."""
+    batch = packed([5, 1, 13, 9])
+    models: list[Any] = [make_model(family), make_model(family)]
+    wrapped(models[1])
+    for model in models:
+        model.model.layers[1 if family == "falcon_h1" else 0] = copy.deepcopy(model.model.layers[0])
+        if checkpointed:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert_equal(trained(models[1], batch), alone(models[0], batch))
+
+
+def test_an_exchanged_layer_that_would_mix_documents_is_refused() -> None:
+    model: Any = wrapped(make_model("falcon_h1"))
+    model.model.layers[0].mamba = copy.deepcopy(make_model("falcon_h1").model.layers[0].mamba)  # type: ignore[union-attr, operator, index]
+    with pytest.raises(liger_dist.LigerDistError, match=r"layers\.0\.mamba has been exchanged since liger_dist.wrap"):
+        model(**packed([5, 1, 13, 9]))
+
+
 def test_explain_shows_how_documents_are_kept_apart() -> None:
     model = wrapped(make_model("qwen3_5_text"))
     assert "packed documents      Qwen3_5GatedDeltaNet: one row per document" in str(liger_dist.explain(model))

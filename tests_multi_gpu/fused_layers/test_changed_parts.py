@@ -1,0 +1,297 @@
+"""Parts and attributes of layers that change after a forward, or that have parameters of their own: a wrapped model
+computes what the unwrapped one does with the same change."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import families
+import pytest
+import torch
+import torch.nn.functional as F
+from families import Family, batch_for, build
+from models import gradient_errors, make_batch, make_model
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+import liger_dist
+from liger_dist.fused_layers import recompute
+from liger_dist.sharding.process_groups import compute_device
+
+pytestmark = pytest.mark.filterwarnings("ignore:liger_dist leaves the loss")
+TOLERANCE = 1e-4
+
+
+class LearnedSwish(nn.Module):
+    """SiLU, until it has learned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.beta = nn.Parameter(torch.ones((), device=compute_device()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(self.beta * x)
+
+
+class WithFunction(LlamaMLP):  # type: ignore[misc]
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.function(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
+
+
+class WithList(LlamaMLP):  # type: ignore[misc]
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.factors[0] * self.act_fn(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
+
+
+class WithConfig(LlamaMLP):  # type: ignore[misc]
+    def forward(self, x: Tensor) -> Tensor:
+        product = self.act_fn(self.gate_proj(x)) * self.up_proj(x)
+        return self.down_proj(product * getattr(self.config, "factor", 1.0))  # type: ignore[no-any-return]
+
+
+def each(model: Any, name: str) -> list[Any]:
+    return [getattr(layer, name) for layer in model.model.layers]
+
+
+def with_class(kind: type[nn.Module], **attributes: Any) -> Callable[[Any], None]:
+    def prepare(model: Any) -> None:
+        for mlp in each(model, "mlp"):
+            mlp.__class__ = kind
+            vars(mlp).update(copy.deepcopy(attributes))
+
+    return prepare
+
+
+def with_activation(make: Callable[[], nn.Module]) -> Callable[[Any], None]:
+    def prepare(model: Any) -> None:
+        for mlp in each(model, "mlp"):
+            mlp.act_fn = make()
+
+    return prepare
+
+
+def with_norms(bias: bool) -> Callable[[Any], None]:
+    def prepare(model: Any) -> None:
+        for layer in model.model.layers:
+            layer.input_layernorm = nn.LayerNorm(16, elementwise_affine=True, bias=bias, device=compute_device())
+
+    return prepare
+
+
+def nothing(model: Any) -> None:
+    pass
+
+
+def other_function(model: Any) -> None:
+    for mlp in each(model, "mlp"):
+        mlp.function = F.gelu
+
+
+def other_list(model: Any) -> None:
+    for mlp in each(model, "mlp"):
+        mlp.factors[0] = 2.0
+
+
+def other_config(model: Any) -> None:
+    model.config.factor = 2.0
+
+
+def other_child(model: Any) -> None:
+    for mlp in each(model, "mlp"):
+        mlp.act_fn[0] = nn.GELU()
+
+
+def other_class(model: Any) -> None:
+    for mlp in each(model, "mlp"):
+        mlp.act_fn.__class__ = nn.GELU
+        mlp.act_fn.approximate = "none"
+
+
+def hooked_activation(model: Any) -> None:
+    for mlp in each(model, "mlp"):
+        mlp.act_fn.register_forward_hook(lambda module, args, output: 2 * output)
+
+
+def bias_of_norms(model: Any) -> None:
+    for norm in each(model, "input_layernorm"):
+        norm.bias = nn.Parameter(torch.full((16,), 0.5, device=compute_device()))
+
+
+def hooked_gradient_of_the_head(model: Any) -> None:
+    model.lm_head.register_full_backward_pre_hook(lambda module, gradients: (3 * gradients[0],))
+
+
+def other_loss_type(model: Any) -> None:
+    from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+
+    def double(*args: Any, **kwargs: Any) -> Tensor:
+        return 2 * ForCausalLMLoss(*args, **kwargs)
+
+    LOSS_MAPPING["double"] = double
+    model.loss_type = "double"
+
+
+CHANGES: dict[str, tuple[Callable[[Any], None], Callable[[Any], None]]] = {
+    "an activation that learns": (with_activation(LearnedSwish), nothing),
+    "an activation of several modules": (with_activation(lambda: nn.Sequential(nn.SiLU())), other_child),
+    "the class of an activation": (nothing, other_class),
+    "a hook of an activation": (nothing, hooked_activation),
+    "a function on an MLP": (with_class(WithFunction, function=F.silu), other_function),
+    "a list on an MLP": (with_class(WithList, factors=[1.0]), other_list),
+    "a number in the config of an MLP": (with_class(WithConfig), other_config),
+    "a bias of norms": (with_norms(bias=False), bias_of_norms),
+    "the gradient of logits": (nothing, hooked_gradient_of_the_head),
+    "the loss of a type": (nothing, other_loss_type),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_of_a_part_is_computed(name: str) -> None:
+    prepare, change = CHANGES[name]
+    own = make_model("llama", dtype=torch.float32)
+    prepare(own)
+    wrapped: Any = liger_dist.wrap(copy.deepcopy(own), "none")
+    for model in (own, wrapped):
+        model(**make_batch(0)).loss.backward()
+        model.zero_grad()
+        change(model)
+        model(**make_batch(0)).loss.backward()
+    errors = gradient_errors(wrapped, own)
+    assert max(errors.values()) < TOLERANCE, errors
+
+
+def test_patched_activations_run() -> None:
+    own = make_model("llama", dtype=torch.float32)
+    wrapped: Any = liger_dist.wrap(copy.deepcopy(own), "none")
+    wrapped(**make_batch(0))
+    kind: Any = type(own.model.layers[0].mlp.act_fn)
+    with mock.patch.object(kind, "forward", lambda self, x: F.gelu(x)):
+        losses = [float(model(**make_batch(0)).loss.detach()) for model in (own, wrapped)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_attention_that_is_made_bidirectional_later_is_refused() -> None:
+    """Eager attention does not read it."""
+    model: Any = liger_dist.wrap(make_model("llama", dtype=torch.float32), "none")
+    if model.config._attn_implementation != "liger_dist":
+        pytest.skip("this model keeps its own attention")
+    for attention in each(model, "self_attn"):
+        attention.is_causal = False
+    with pytest.raises(liger_dist.LigerDistError, match="is_causal of a LlamaAttention is False"):
+        model(**make_batch(0))
+
+
+LORA = {"target_modules": ["q_proj", "k_proj", "lm_head"]}
+
+
+def dropout_that_scales(model: Any) -> None:
+    for module in model.modules():
+        if hasattr(module, "lora_dropout"):
+            module.lora_dropout["default"].register_forward_hook(lambda module, args, output: 2 * output)
+
+
+def part_that_is_not_linear(model: Any) -> None:
+    for module in model.modules():
+        if hasattr(module, "lora_A"):
+            module.lora_A["default"].register_forward_pre_hook(lambda module, args: (args[0].tanh(),))
+
+
+@pytest.mark.parametrize("change", [dropout_that_scales, part_that_is_not_linear])
+def test_hooks_inside_of_lora_run(change: Callable[[Any], None]) -> None:
+    import peft
+
+    own = peft.get_peft_model(
+        make_model("llama", dtype=torch.float32), peft.LoraConfig(r=3, init_lora_weights=False, **LORA)
+    )
+    wrapped: Any = liger_dist.wrap(copy.deepcopy(own), "none")
+    for model in (own, wrapped):
+        model(**make_batch(0)).loss.backward()
+        model.zero_grad()
+        change(model)
+        model(**make_batch(0)).loss.backward()
+    errors = gradient_errors(wrapped, own)
+    assert max(errors.values()) < TOLERANCE, errors
+
+
+# --- weights between forward and backward, and from step to step ----------------------------------------------------
+
+
+def exchanged(model: Any) -> None:
+    for mlp in each(model, "mlp"):
+        mlp.down_proj.weight = nn.Parameter(torch.randn_like(mlp.down_proj.weight))
+
+
+def other_data(model: Any) -> None:
+    for mlp in each(model, "mlp"):
+        mlp.down_proj.weight.data = torch.randn_like(mlp.down_proj.weight)
+
+
+def exchanged_projections(model: Any) -> None:
+    for mlp in each(model, "mlp"):
+        mlp.down_proj = nn.Linear(24, 16, bias=False, device=compute_device())
+
+
+def hooked_projections(model: Any) -> None:
+    for mlp in each(model, "mlp"):
+        mlp.gate_proj.register_forward_hook(lambda module, args, output: 2 * output)
+
+
+def unwrapped(model: Any) -> None:
+    liger_dist.unwrap(model)
+
+
+@pytest.mark.parametrize("change", [exchanged, other_data, exchanged_projections, hooked_projections, unwrapped])
+def test_tiles_have_the_weights_of_the_forward(change: Callable[[Any], None]) -> None:
+    found = []
+    for is_changed in (False, True):
+        model = make_model("llama", dtype=torch.float32)
+        liger_dist.wrap(model, "none", config=liger_dist.WrapConfig(mlp_tile_tokens=7))
+        loss = model(**make_batch(0)).loss
+        of_embedding: Any = model.get_input_embeddings().weight  # type: ignore[operator]
+        if is_changed:
+            change(model)
+        found.append(torch.autograd.grad(loss, of_embedding)[0])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-7)
+
+
+def test_tiles_take_the_weights_of_a_functional_call() -> None:
+    own = make_model("llama", dtype=torch.float32)
+    wrapped: Any = liger_dist.wrap(copy.deepcopy(own), "none", config=liger_dist.WrapConfig(mlp_tile_tokens=7))
+    torch.manual_seed(3)
+    given = {name: (p.detach() + 0.1 * torch.randn_like(p)).requires_grad_() for name, p in own.named_parameters()}
+    found = []
+    for model in (own, wrapped):
+        loss = torch.func.functional_call(model, given, (), make_batch(0)).loss
+        found.append(torch.autograd.grad(loss, list(given.values())))
+    for mine, right in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(mine, right, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.nightly(name=["falcon_h1", "phi3", "cohere2"])
+@pytest.mark.parametrize("name", ["phi3", "falcon_h1", "deepseek_v3", "cohere2", "jamba"])
+def test_other_weights_train_in_each_step(name: str) -> None:
+    """Memory of an output that nobody keeps is another tensor's a moment later."""
+    family = next(one for one in families.families() if one.name == name)
+    assert isinstance(family, Family)
+    own: Any = build(family).float().train()
+    wrapped: Any = liger_dist.wrap(copy.deepcopy(own), "none")
+    batch = batch_for(family, own)
+    kinds = sorted({parameter.split(".", 3)[-1] for parameter, _ in own.named_parameters()})
+    random_numbers = random.Random(0)
+    with mock.patch.object(recompute, "MIN_BYTES", 1):
+        for step in range(25):
+            trained = [kind for kind in kinds if step == 0 or random_numbers.random() > 0.4]
+            length = random_numbers.choice([12, 40, 64])
+            generator = torch.Generator().manual_seed(step)
+            ids = torch.randint(3, 80, (2, length), generator=generator).to(compute_device())
+            for model in (own, wrapped):
+                model.zero_grad()
+                for parameter, value in model.named_parameters():
+                    value.requires_grad_(parameter.split(".", 3)[-1] in trained)
+                model(**(batch | {"input_ids": ids, "labels": ids})).loss.backward()
+            errors = gradient_errors(wrapped, own)
+            assert max(errors.values()) < 2e-3, (step, errors)
