@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .explain import Explanation, explain
 from .sharding import deepspeed, fsdp1
 from .sharding.mesh import local_shard
+from .sharding.packed_bytes import PackedBytes
 from .sharding.process_groups import collective_device
 from .wrap import inner_model, record_of
 
@@ -156,5 +157,5 @@ def _divergent(copies: dict[dist.ProcessGroup, list[tuple[str, Tensor]]], *, tol
 
 
 def _checksum(tensor: Tensor) -> Tensor:
-    values = tensor.double()
+    values = (tensor.packed if isinstance(tensor, PackedBytes) else tensor).double()
     return torch.stack([values.sum(), values.abs().sum(), values.square().sum()]).cpu()

@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from liger_dist.config import WrapConfig
 from liger_dist.errors import LigerDistError
+from liger_dist.fused_layers.swap import is_of_framework
 from liger_dist.model.class_swap import below_wrappers, subclass_of, with_base
 from liger_dist.model.peft import (
     TRAINED_ROWS,
@@ -101,6 +102,12 @@ def fuse_head(head: nn.Module, wrap_id: WrapId) -> None:
     if is_linear_forward(vars(head).get("forward")):
         vars(head)[_INSTALLED] = vars(head).pop("forward")
     vars(head)[_WRAP_ID] = wrap_id
+
+
+def has_gradient_hooks(head: nn.Module) -> bool:
+    """True if a hook that is not of FSDP or DeepSpeed reads the gradient of the logits."""
+    hooks = (*head._backward_pre_hooks.values(), *head._backward_hooks.values())
+    return bool(hooks) and not all(map(is_of_framework, hooks))
 
 
 def computes_in_fp32(head: nn.Module) -> bool:

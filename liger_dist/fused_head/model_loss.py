@@ -24,7 +24,7 @@ from liger_dist.fused_layers.document_mask import new_call
 from liger_dist.fused_layers.document_rows import DocumentRows
 from liger_dist.fused_layers.packed_calls import OF_DOCUMENTS
 from liger_dist.fused_layers.recurrent import RecurrentLayers
-from liger_dist.fused_layers.swap import has_gradient_hooks, has_hooks
+from liger_dist.fused_layers.swap import has_hooks
 from liger_dist.losses.distillation import Distillation
 from liger_dist.losses.execution import Execution
 from liger_dist.losses.labels import AlignedLabels, LabelSummary
@@ -39,7 +39,7 @@ from liger_dist.sharding.vocab_parallel import ROW_SHARDS, RowSharding
 
 from .call import NOTED_LOSSES, Call, HostCall, Hosts, Signature, WrapId, note_loss, options_for
 from .call_warnings import CallWarnings
-from .lm_head import HeadInUse, LMHead
+from .lm_head import HeadInUse, LMHead, has_gradient_hooks
 from .loss_call import NO_HEAD, LossCall, current_call, is_running, none_further, pending_of
 from .output import fused_output
 from .recipe import LossRecipe

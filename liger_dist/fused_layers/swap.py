@@ -340,13 +340,7 @@ def has_hooks(module: nn.Module) -> bool:
     if "forward" in vars(module):
         return True
     hooks = _hooks(module)
-    return bool(hooks) and any(not _is_of_framework(hook) for hook in hooks)
-
-
-def has_gradient_hooks(module: nn.Module) -> bool:
-    """True if the module has a hook on the gradients of its outputs that does not belong to FSDP or DeepSpeed."""
-    hooks = (*module._backward_pre_hooks.values(), *module._backward_hooks.values())
-    return any(not _is_of_framework(hook) for hook in hooks)
+    return bool(hooks) and any(not is_of_framework(hook) for hook in hooks)
 
 
 def _hooks(module: nn.Module) -> list[Any]:
@@ -369,7 +363,8 @@ def _hooks(module: nn.Module) -> list[Any]:
     return found
 
 
-def _is_of_framework(hook: Any) -> bool:
+def is_of_framework(hook: Any) -> bool:
+    """True for a hook of FSDP or DeepSpeed."""
     return (getattr(hook, "__module__", None) or "").startswith(_FRAMEWORKS)
 
 

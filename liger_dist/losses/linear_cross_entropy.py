@@ -63,7 +63,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if problem.gradients_in_forward:
             ctx.save_for_backward(result.d_hidden_TD, result.d_weight_VD, result.d_bias_V)
         elif problem.needs.any:
-            ctx.save_for_backward(hidden_TD, weight_VD, bias_V, logits_TV, *saved_terms(result.terms))
+            given, terms = problem.spec.tensors(), saved_terms(result.terms)
+            # Options are saved for their versions: one that is written to before the backward raises torch's error.
+            ctx.number_given = len(given)
+            ctx.save_for_backward(hidden_TD, weight_VD, bias_V, logits_TV, *given, *terms)
         loss, z_loss = problem.scales.reduce(result.terms, problem.spec.reduction)
         tensors, constants = returned_tensors(loss, z_loss, result.terms, result.chosen, problem.spec, labels_T)
         ctx.mark_non_differentiable(*constants)
@@ -89,7 +92,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if d_loss is not None:
                 upstream = problem.scales.upstream(problem.targets.labels_T, d_loss)
             upstream = with_gradients_of_outputs(upstream, gradients_of_outputs, problem.spec)
-            hidden_TD, weight_VD, bias_V, logits_TV, *terms = ctx.saved_tensors
+            hidden_TD, weight_VD, bias_V, logits_TV, *others = ctx.saved_tensors
+            terms = others[ctx.number_given :]
             if shared is not None:
                 shared.begin_backward()
             coefficients = problem.coefficients(terms_of_saved(*terms), upstream)

@@ -154,6 +154,11 @@ class LossSpec:
     differentiable_outputs: tuple[str, ...] = field(init=False)
     """outputs that carry gradients, in alphabetical order"""
 
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Returns the tensors of options that a backward reads again."""
+        options = (self.temperature, self.class_weight, self.token_ids, *(self.soft_labels or ()))
+        return tuple(option for option in options if isinstance(option, Tensor))
+
     def __post_init__(self) -> None:
         for name in ("class_weight", "token_weight", "token_ids"):
             tensor = getattr(self, name)

@@ -29,11 +29,14 @@ def begin_outside_inference_mode(units: Units) -> None:
         _lazy_init(units[0], units[0])
 
 
-def reshard_all(units: Units) -> None:
-    """Frees the parameters that FSDP1 keeps unsharded after a forward. No collectives."""
-    for unit in units:
-        if _is_unsharded(unit):
-            _reshard(unit, unit._handle, True)
+def reshard_all(units: Units, *, frees: bool = True) -> None:
+    """Reshards the parameters that FSDP1 keeps unsharded after a forward. No collectives.
+
+    Args:
+        frees: False to keep the memory of the full parameters, which a graph may have saved.
+    """
+    for unit in unsharded(units):
+        _reshard(unit, unit._handle, frees)
 
 
 def abandon_forward(units: Units, before: BeforeForward | None) -> None:
@@ -42,7 +45,7 @@ def abandon_forward(units: Units, before: BeforeForward | None) -> None:
         unit.training_state = TrainingState.IDLE
         if unit._handle is not None:
             unit._handle._training_state = HandleTrainingState.IDLE
-    end_without_backward(units, before)
+    end_without_backward(units, before, frees=True)
 
 
 class BeforeForward:
@@ -69,7 +72,7 @@ def _hooks_of(handle: Any) -> tuple[Any, ...]:
     return hooks
 
 
-def end_without_backward(units: Units, before: BeforeForward | None) -> None:
+def end_without_backward(units: Units, before: BeforeForward | None, *, frees: bool) -> None:
     """Ends a forward whose output has no gradient: reshards, restores what FSDP1 has forgotten, and removes the hooks
     that would reshard frozen units in a backward, which FSDP1 would take for those of the next forward, in which the
     unit may train."""
@@ -86,19 +89,17 @@ def end_without_backward(units: Units, before: BeforeForward | None) -> None:
             # Parameters are views made in inference mode, which no optimizer could update.
             with torch.inference_mode(False):
                 _reshard(unit, unit._handle, True)
-    reshard_all(units)
+    reshard_all(units, frees=frees)
     if before is not None:
         before.restore()
 
 
-def unsharded_versions(units: Units) -> list[int]:
-    """Returns the versions of the shards of unsharded parameters, which every update in place increases."""
-    return [
-        parameter._version
-        for unit in units
-        if _is_unsharded(unit)
-        for parameter in (unit._handle.flat_param._local_shard, *unit._handle.flat_param._params)
-    ]
+def unsharded(units: Units) -> Units:
+    """Returns the units that have the memory of their full parameters."""
+    return [unit for unit in units if _is_unsharded(unit)]
+
+
+have_memory = unsharded
 
 
 def awaits_backward(root: nn.Module) -> bool:

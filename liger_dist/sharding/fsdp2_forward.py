@@ -4,6 +4,7 @@ of which only a part ran."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
+from liger_dist.model.stand_ins import swapped
 from liger_dist.model.torch_modes import in_backward
 
 ROOT = "_liger_dist_fsdp2_root"
@@ -99,17 +101,34 @@ def begin_outside_inference_mode(root: nn.Module) -> None:
                     module.reshard()
 
 
-def reshard_all(root: nn.Module) -> None:
-    """Frees the parameters that FSDP2 keeps unsharded after a forward of ``root``, or of a part of it. No
-    collectives."""
+def reshard_all(root: nn.Module, *, frees: bool = True) -> None:
+    """Reshards the parameters that FSDP2 keeps unsharded after a forward of ``root``, or of a part of it. No
+    collectives.
+
+    Args:
+        frees: False to keep the memory of the full parameters, which a graph may have saved.
+    """
     finish_forward(root)
-    for group in _unsharded_groups(root):
-        group.reshard()
+    for group in unsharded(root):
+        with ExitStack() as stack:
+            for record in () if frees else group.fsdp_params:
+                stack.enter_context(swapped(vars(record), "free_unsharded_param", _keep))
+            group.reshard()
+
+
+def _keep() -> None:
+    """Instead of freeing the memory of a full parameter."""
+
+
+def have_memory(groups: list[Any]) -> bool:
+    """True if the memory of a full parameter of these groups is not freed."""
+    records = (record for group in groups for record in group.fsdp_params)
+    return any(gathered.untyped_storage().nbytes() > 0 for record in records for gathered in record.all_gather_outputs)
 
 
 def trained_of_unsharded(root: nn.Module) -> dict[int, bool]:
     """Returns which full parameters require a gradient, by the id of their record."""
-    records = (record for group in _unsharded_groups(root) for record in group.fsdp_params)
+    records = (record for group in unsharded(root) for record in group.fsdp_params)
     return {id(record): record.unsharded_param.requires_grad for record in records}
 
 
@@ -121,16 +140,18 @@ def keep_changed_flags(root: nn.Module, trained: dict[int, bool]) -> None:
     """
     if not trained:
         return
-    for group in _unsharded_groups(root):
+    # Also of those that a backward has resharded since.
+    for group in _groups(root):
         for record in group.fsdp_params:
-            before, now = trained.get(id(record)), record.unsharded_param.requires_grad
+            before = trained.get(id(record))
+            now = before is not None and record._unsharded_param.requires_grad
             if before is not None and now != before and record.sharded_param.requires_grad == before:
                 record.sharded_param.requires_grad_(now)
 
 
-def end_without_backward(root: nn.Module, before: None) -> None:
+def end_without_backward(root: nn.Module, before: None, *, frees: bool) -> None:
     """Reshards after a forward whose output has no gradient."""
-    reshard_all(root)
+    reshard_all(root, frees=frees)
 
 
 def read_dtypes(root: nn.Module) -> None:
@@ -139,11 +160,6 @@ def read_dtypes(root: nn.Module) -> None:
     for group in _groups(root):
         if group._orig_dtype is None and any(record.sharded_param.requires_grad for record in group.fsdp_params):
             group._init_mp_dtypes()
-
-
-def unsharded_versions(root: nn.Module) -> list[int]:
-    """Returns the versions of the shards of unsharded parameters, which every update in place increases."""
-    return [record.sharded_param._version for group in _unsharded_groups(root) for record in group.fsdp_params]
 
 
 def full_parameters(root: nn.Module) -> frozenset[int]:
@@ -159,7 +175,8 @@ def _groups(root: nn.Module) -> Iterator[Any]:
         yield from groups_of(state)
 
 
-def _unsharded_groups(root: nn.Module) -> list[Any]:
+def unsharded(root: nn.Module) -> list[Any]:
+    """Returns the groups whose parameters are unsharded now."""
     return [group for group in _groups(root) if group.is_unsharded]
 
 

@@ -9,11 +9,14 @@ nothing says in advance whether a loss will have a backward. So all parameters a
 
 - at the end of the outermost forward whose output has no gradient, and of ``generate``, whose tokens share one
   all-gather;
-- when the model's ``parameters()`` or ``named_parameters()`` are called outside of a forward or backward;
+- when the model's ``parameters()`` or ``named_parameters()`` are called outside of a forward or backward, and before
+  PEFT merges an adapter into them;
 - before an optimizer's step;
-- at the beginning of a forward, if a parameter was written to after it had been unsharded (an update by hand).
+- at the beginning of a forward, since they may have been written to by hand.
 
-Resharding needs no collective; the next forward or backward that reads a weight all-gathers it.
+Resharding needs no collective; the next forward or backward that reads a weight all-gathers it. A graph may have saved
+full parameters, as that of a penalty on a weight does, so their memory is freed only where no forward with gradients
+awaits its backward.
 """
 
 from __future__ import annotations
@@ -44,6 +47,8 @@ _GENERATING: ContextVar[frozenset[int]] = ContextVar("liger_dist_generating", de
 """ids of the roots whose ``generate`` runs in this context"""
 
 
+_MERGES = ("merge_adapter", "unmerge_adapter", "merge_and_unload")
+"""methods of PEFT that write to the base layers' weights"""
 _INSTALLED, _ROOT = "_liger_dist_resharding", "_liger_dist_root"
 """attributes of a model: what undoes :func:`install`, and its root"""
 
@@ -56,8 +61,10 @@ class _Root:
         self._fsdp: ModuleType = fsdp1_forward if isinstance(module, FullyShardedDataParallel) else fsdp2_forward
         # FSDP1 walks over its units several times in a step.
         self._sharded: Any = fsdp1_forward.units_of(module) if self._fsdp is fsdp1_forward else module
-        self._versions: list[int] | None = None
-        """of the shards whose full parameters stay for a backward, since their forward"""
+        self._held: list[Any] = []
+        """FSDP2's groups or FSDP1's units that stayed unsharded for a backward"""
+        self._is_entered = False
+        """True in the root's outermost forward"""
         self._trained: dict[int, bool] = {}
         """of FSDP2's full parameters that stay for a backward, by the id of their record: whether they required a
         gradient in their forward"""
@@ -70,42 +77,58 @@ class _Root:
             fsdp2_forward.end_failed_backward(self.module)
         if self._fsdp.is_running(self._sharded):
             return
+        self._is_entered = True
         if torch.is_inference_mode_enabled():
             self._fsdp.begin_outside_inference_mode(self._sharded)
         if self._fsdp is fsdp1_forward:
             self._before = fsdp1_forward.BeforeForward(self._sharded)
         else:
             fsdp2_forward.read_dtypes(self.module)
-        if self._versions is not None and self._versions != self._fsdp.unsharded_versions(self._sharded):
-            self.reshard()
+        if id(self.module) not in _GENERATING.get():
+            self._keep_changed_flags()
+            # This forward takes the memory again.
+            self._fsdp.reshard_all(self._sharded, frees=self._fsdp is fsdp1_forward or not self._has_graph())
 
     @untraced
     def after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        if module is self.module:
+            self._is_entered = False
         if id(self.module) in _GENERATING.get() or self._fsdp.is_running(self._sharded):
             return
         if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tree_leaves(output)):
-            self._versions, self._before = self._fsdp.unsharded_versions(self._sharded), None
+            self._held, self._before = self._fsdp.unsharded(self._sharded), None
             if self._fsdp is fsdp2_forward:
                 self._trained = fsdp2_forward.trained_of_unsharded(self._sharded)
         else:
             self._keep_changed_flags()
-            self._fsdp.end_without_backward(self._sharded, self._before)
+            self._fsdp.end_without_backward(self._sharded, self._before, frees=not self._has_graph())
             self._before = None
-            self._versions = None
+
+    @untraced
+    def after_failed_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Ends a forward that has raised outside of the model's own, in a hook or in a wrapper."""
+        if self._is_entered:
+            self.abandon_forward()
 
     def abandon_forward(self) -> None:
         if self._fsdp is fsdp1_forward:
             fsdp1_forward.abandon_forward(self._sharded, self._before)
         else:
             fsdp2_forward.abandon_forward(self.module)
-        self._before = self._versions = None
+        self._before, self._is_entered = None, False
+
+    def _has_graph(self) -> bool:
+        """True if a graph may have saved full parameters: the memory that a forward with gradients left was not freed
+        since, as its backward does."""
+        if self._held and not self._fsdp.have_memory(self._held):
+            self._held = []
+        return bool(self._held)
 
     def reshard(self) -> None:
         """Reshards all parameters, between forwards and backwards; does nothing inside of one."""
         if id(self.module) not in _GENERATING.get() and not self._fsdp.is_running(self._sharded):
             self._keep_changed_flags()
-            self._fsdp.reshard_all(self._sharded)
-            self._versions = None
+            self._fsdp.reshard_all(self._sharded, frees=not self._has_graph())
 
     def _keep_changed_flags(self) -> None:
         """Lets what ``requires_grad_`` has changed of full parameters hold for their shards."""
@@ -144,14 +167,16 @@ class _Root:
 
         return generate_and_reshard
 
-    def before_listing(self, named_parameters: Any) -> Any:
-        @functools.wraps(named_parameters)
-        def reshard_and_list(*args: Any, **kwargs: Any) -> Any:
+    def before(self, method: Any) -> Any:
+        """Reshards before each call of a method."""
+
+        @functools.wraps(method)
+        def reshard_and_call(*args: Any, **kwargs: Any) -> Any:
             if not torch.compiler.is_compiling():
                 self.reshard()
-            return named_parameters(*args, **kwargs)
+            return method(*args, **kwargs)
 
-        return reshard_and_list
+        return reshard_and_call
 
 
 def _before_step(root: ReferenceType[_Root], optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -179,10 +204,15 @@ def install(wrapped: nn.Module, outer: nn.Module, model: nn.Module, decoder: nn.
     for module in dict.fromkeys((*modules, decoder)):
         undo.callback(module.register_forward_hook(root.after_forward).remove)
     undo.callback(found.register_forward_pre_hook(root.before_forward, prepend=True, with_kwargs=True).remove)
+    undo.callback(found.register_forward_hook(root.after_failed_forward, always_call=True).remove)
     for module in modules:
         if callable(getattr(module, "generate", None)):
             undo.enter_context(swapped(vars(module), "generate", root.around_generate(module.generate)))
-        undo.enter_context(swapped(vars(module), "named_parameters", root.before_listing(module.named_parameters)))
+        undo.enter_context(swapped(vars(module), "named_parameters", root.before(module.named_parameters)))
+    tuner = getattr(outer, "base_model", None) if outer is not model else None
+    for name in _MERGES if isinstance(tuner, nn.Module) else ():
+        if callable(getattr(tuner, name, None)):
+            undo.enter_context(swapped(vars(tuner), name, root.before(getattr(tuner, name))))
     step_hook = register_optimizer_step_pre_hook(partial(_before_step, ref(root)))
     undo.callback(step_hook.remove)
     finalize(root, step_hook.remove)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
-from weakref import ref
+from weakref import finalize, ref
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from liger_dist.errors import LigerDistError
@@ -64,13 +67,23 @@ def unreduced_parameters(root: nn.Module) -> list[str]:
 
 
 def refuse_unreduced_later(root: nn.Module, outer: nn.Module, model: nn.Module, strategy: str) -> None:
-    """Hooks forwards with gradients to refuse parameters that were added to the sharded ``root`` or unfrozen. Only the
-    first forward, and the first after such a change, walks over the model."""
+    """Hooks forwards with gradients to refuse parameters that were added to the sharded ``root`` or unfrozen, and steps
+    of optimizers to refuse parameters that were exchanged. Only the first forward, and the first after a change of
+    PEFT's adapters, walks over the model."""
     check = _Check(adapters_of(root, outer, model), strategy, ref(root), ref(outer), ref(model))
     called = dict.fromkeys((outer, model))
+    step_hook = register_optimizer_step_pre_hook(partial(_before_step, ref(check)))
+    finalize(model, step_hook.remove)
     vars(model)[_CHECKS] = [
-        module.register_forward_pre_hook(check, with_kwargs=True, prepend=True) for module in called
+        step_hook,
+        *(module.register_forward_pre_hook(check, with_kwargs=True, prepend=True) for module in called),
     ]
+
+
+def _before_step(check: ref[_Check], optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    found = check()
+    if found is not None:
+        found.before_step(optimizer)
 
 
 def allow_unreduced(model: nn.Module) -> None:
@@ -126,6 +139,24 @@ class _Check:
         self._at_wrap, self._strategy, self._modules = at_wrap, strategy, modules
         self._checked: tuple[object, ...] | None = None
         self._frozen: tuple[nn.Parameter, ...] = ()
+        self._known: dict[int, ref[Tensor]] = {}
+        """parameters that optimizers may update, by id"""
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Refuses parameters of the model that were exchanged or added after its first forward.
+
+        Raises:
+            LigerDistError: before the step, with the names.
+        """
+        root = self._modules[0]()
+        given = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        unknown = [p for p in given if (known := self._known.get(id(p))) is None or known() is not p]
+        if root is None or self._checked is None or not unknown:
+            return
+        of_model = {id(parameter) for parameter in root.parameters()}
+        if any(id(parameter) in of_model for parameter in unknown):
+            refuse_unreduced(root, self._strategy)
+        self._known |= {id(parameter): ref(parameter) for parameter in unknown}
 
     @untraced
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import families
+import on_device
 import pytest
 import torch
 import torch.nn.functional as F
@@ -287,7 +288,7 @@ def test_other_weights_train_in_each_step(name: str) -> None:
             trained = [kind for kind in kinds if step == 0 or random_numbers.random() > 0.4]
             length = random_numbers.choice([12, 40, 64])
             generator = torch.Generator().manual_seed(step)
-            ids = torch.randint(3, 80, (2, length), generator=generator).to(compute_device())
+            ids = on_device.randint(3, 80, (2, length), generator=generator)
             for model in (own, wrapped):
                 model.zero_grad()
                 for parameter, value in model.named_parameters():

@@ -220,6 +220,27 @@ def failed(model: Any) -> None:
     handle.remove()
 
 
+def failed_outside(model: Any) -> None:
+    """A call that ends by an exception in a hook, before the model's own forward."""
+
+    def fail(*_: Any) -> None:
+        raise InterruptedError
+
+    handle = inside(model).register_forward_pre_hook(fail)
+    with pytest.raises(InterruptedError):
+        model(**batch())
+    handle.remove()
+
+
+def merged(model: Any) -> None:
+    """After a loss that nobody uses, which leaves full parameters."""
+    peft_model = inside(model)
+    unused_loss(model)
+    peft_model.merge_adapter()
+    no_grad(model)
+    peft_model.unmerge_adapter()
+
+
 def failed_backward(model: Any) -> None:
     def fail(*_: Any) -> None:
         raise InterruptedError
@@ -236,7 +257,7 @@ PASSES: dict[str, Callable[[Any], None]] = {
     function.__name__: function
     for function in (
         no_grad, inference_mode, in_eval, logits, hidden_states, generate, without_adapter, frozen, frozen_by_module,
-        unused_loss, other_adapter, state_dict, listed, verified, failed, failed_backward,
+        unused_loss, other_adapter, merged, state_dict, listed, verified, failed, failed_outside, failed_backward,
     )
 }  # fmt: skip
 
@@ -266,8 +287,12 @@ def applies(strategy: str, kind: str, name: str, moment: str) -> bool:
         # Gradients are dropped, an optimizer that is built before the next forward is refused in its first step, and
         # DDP and FSDP1 cannot go on.
         return False
-    if name == "inference_mode" and strategy == "zero3":
-        return False  # DeepSpeed gathers weights in inference mode, and refuses the next backward.
+    if name in ("inference_mode", "failed", "failed_outside") and strategy == "zero3":
+        return False  # DeepSpeed raises in the next backward, or in the next forward after one that has raised.
+    if name == "merged":
+        # Weights of other layouts are not PEFT's to write to, and of 4 bits are rounded.
+        can_merge = strategy in ("ddp", "fsdp2", "fsdp2, not resharded")
+        return kind in LORA and can_merge and moment not in ("before backward", EVERY)
     if name == "verified" and moment == "before backward" and strategy == "ddp":
         return False  # DDP refuses the backward of an earlier forward after another one.
     if name == "generate" and strategy == "sharded before wrap" and kind in ADAPTED:

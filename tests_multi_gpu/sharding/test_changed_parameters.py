@@ -1,0 +1,219 @@
+"""Parameters of a sharded model that are read, written to, frozen or exchanged after a forward."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from full_tensors import full_gradients
+from harness import Workers
+from models import make_batch, make_model, relative_errors, true_loss_sum
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+import liger_dist
+from liger_dist.sharding.process_groups import compute_device
+
+TOLERANCE = 1e-9
+FSDP2: dict[str, dict[str, Any]] = {
+    "fsdp2": {},
+    "fsdp2, not resharded": {"reshard_after_forward": False},
+    "vocab-parallel": {"lm_head": "vocab_parallel"},
+}
+STRATEGIES = (*FSDP2, "fsdp1")
+
+
+def sharded(model: nn.Module, strategy: str) -> Any:
+    if strategy == "ddp":
+        return liger_dist.wrap(model, "ddp")
+    if strategy == "fsdp1":
+        return liger_dist.wrap(model, liger_dist.FSDP1(reduce_dtype=torch.float64))
+    return liger_dist.wrap(model, liger_dist.FSDP2(reduce_dtype=torch.float64, **FSDP2[strategy]))
+
+
+def batch(seed: int = 0) -> dict[str, torch.Tensor]:
+    return make_batch(dist.get_rank(), seed=seed)
+
+
+def inside(root: Any) -> Any:
+    return getattr(root, "module", root)
+
+
+def true_loss(reference: Any) -> torch.Tensor:
+    sums, counts = zip(*(true_loss_sum(reference, make_batch(rank)) for rank in range(2)), strict=True)
+    return sum(s / n for s, n in zip(sums, counts, strict=True)) / 2  # type: ignore[no-any-return]
+
+
+# --- a penalty on a full weight, whose graph keeps it ----------------------------------------------------------------
+
+
+def listed(root: Any) -> None:
+    assert list(root.parameters())
+
+
+def other_step(root: Any) -> None:
+    torch.optim.SGD([nn.Parameter(torch.zeros(1, device=compute_device()))], lr=1.0).step()
+
+
+def evaluated(root: Any) -> None:
+    with torch.no_grad():
+        root(**batch(7))
+
+
+@pytest.mark.nightly(between=["listed"])
+@pytest.mark.parametrize("between", [listed, other_step, evaluated])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_penalty_on_a_weight_survives_a_pass(
+    strategy: str, between: Callable[[Any], None], workers_2: Workers
+) -> None:
+    """Its graph holds a weight that would be freed."""
+    for errors in workers_2.run(errors_of_a_penalty, strategy, between):
+        assert max(errors.values()) < TOLERANCE, errors
+
+
+def errors_of_a_penalty(strategy: str, between: Callable[[Any], None]) -> dict[str, float]:
+    model: Any = make_model("llama")
+    reference = copy.deepcopy(model)
+    root = sharded(model, strategy)
+
+    def penalty(of: Any) -> torch.Tensor:
+        norm = of.model.norm
+        return 0.1 * getattr(norm, "module", norm).weight.square().sum()
+
+    loss = root(**batch()).loss + penalty(model)
+    between(root)
+    loss.backward()
+    (true_loss(reference) + penalty(reference)).backward()
+    truth = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    return relative_errors(full_gradients(root), truth)  # type: ignore[arg-type]
+
+
+# --- writes to parameters after a loss that nobody uses --------------------------------------------------------------
+
+
+def by_data(parameters: list[Any]) -> None:
+    for parameter in parameters:
+        parameter.data.mul_(0.5)
+
+
+def by_foreach(parameters: list[Any]) -> None:
+    with torch.no_grad():
+        torch._foreach_mul_(parameters, 0.5)
+
+
+def in_place(parameters: list[Any]) -> None:
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.mul_(0.5)
+
+
+@pytest.mark.parametrize("write", [by_data, by_foreach, in_place])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_forward_reads_what_was_written_by_hand(
+    strategy: str, write: Callable[[list[Any]], None], workers_2: Workers
+) -> None:
+    for found, true in workers_2.run(losses_after_a_write, strategy, write):
+        assert found == pytest.approx(true, rel=TOLERANCE)
+
+
+def losses_after_a_write(strategy: str, write: Callable[[list[Any]], None]) -> tuple[float, float]:
+    model = make_model("llama")
+    reference = copy.deepcopy(model)
+    root = sharded(model, strategy)
+    parameters = list(root.parameters())
+    assert root(**batch()).loss > 0
+    write(parameters)
+    write(list(reference.parameters()))
+    total, count = true_loss_sum(reference, batch())
+    loss = torch.stack([root(**batch()).loss.detach(), (total / count).detach()])
+    dist.all_reduce(loss)
+    return float(loss[0]), float(loss[1])
+
+
+# --- freezing between a forward and its backward ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["lm_head", "model.norm", "model.layers.0.mlp"])
+@pytest.mark.parametrize("strategy", FSDP2)
+def test_what_is_frozen_before_a_backward_stays_frozen(strategy: str, name: str, workers_2: Workers) -> None:
+    if strategy == "vocab-parallel" and name == "lm_head":
+        pytest.skip("its weight is never full")
+    for trained, has_gradient in workers_2.run(frozen_before_a_backward, strategy, name):
+        assert not trained
+        assert not has_gradient
+
+
+def frozen_before_a_backward(strategy: str, name: str) -> tuple[bool, bool]:
+    root = sharded(make_model("llama"), strategy)
+    loss = root(**batch()).loss
+    root.get_submodule(name).requires_grad_(False)
+    loss.backward()
+    root.zero_grad()
+    root(**batch()).loss.backward()
+    parameters = list(root.get_submodule(name).parameters())
+    return any(p.requires_grad for p in parameters), any(p.grad is not None for p in parameters)
+
+
+# --- parameters that nothing averages --------------------------------------------------------------------------------
+
+
+def other_embedding(root: Any) -> None:
+    inside(root).set_input_embeddings(nn.Embedding(101, 16, device=compute_device(), dtype=torch.float64))
+
+
+def other_projection(root: Any) -> None:
+    layer = inside(root).model.layers[0]
+    getattr(layer, "module", layer).mlp.gate_proj = nn.Linear(
+        16, 24, bias=False, device=compute_device(), dtype=torch.float64
+    )
+
+
+def assigned(root: Any) -> None:
+    state = {name: value.clone() for name, value in inside(root).state_dict().items()}
+    inside(root).load_state_dict(state, assign=True)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "exchange"),
+    [
+        *((strategy, change) for strategy in ("ddp", *STRATEGIES) for change in (other_embedding, other_projection)),
+        ("ddp", assigned),
+    ],
+)
+def test_exchanged_parameters_are_refused_before_a_step(
+    strategy: str, exchange: Callable[[Any], None], workers_2: Workers
+) -> None:
+    for sentence in workers_2.run(refusal_of_a_step, strategy, exchange):
+        assert "nothing averages the gradients of" in sentence
+
+
+def refusal_of_a_step(strategy: str, exchange: Callable[[Any], None]) -> str:
+    root = sharded(make_model("llama"), strategy)
+    root(**batch()).loss.backward()
+    torch.optim.SGD(root.parameters(), lr=0.1, foreach=False).step()
+    exchange(root)
+    root.zero_grad()
+    root(**batch()).loss.backward()
+    before = [parameter.detach().clone() for parameter in root.parameters()]
+    with pytest.raises(liger_dist.LigerDistError) as caught:
+        torch.optim.SGD(root.parameters(), lr=0.1, foreach=False).step()
+    assert all(torch.equal(*pair) for pair in zip(before, root.parameters(), strict=True))
+    return str(caught.value)
+
+
+def test_another_models_parameters_are_not_refused(workers_2: Workers) -> None:
+    workers_2.run(step_of_two_models)
+
+
+def step_of_two_models() -> None:
+    root, other = sharded(make_model("llama"), "ddp"), nn.Linear(2, 2, device=compute_device())
+    optimizer = torch.optim.SGD([*root.parameters(), *other.parameters()], lr=0.1)
+    for _ in range(2):
+        (root(**batch()).loss + other.weight.sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not isinstance(root, FullyShardedDataParallel)
