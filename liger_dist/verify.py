@@ -353,7 +353,7 @@ def _unfinished_step(root: nn.Module) -> str | None:
         return "DeepSpeed has gradients that wait for engine.step()"
     if any(p.grad is not None and bool((p.grad != 0).any()) for p in root.parameters()):
         return "gradients are waiting for an optimizer step"
-    if fsdp1_forward.awaits_backward(root):
+    if fsdp1_forward.awaits_backward(fsdp1_forward.units_of(root)):
         return (
             "a loss waits for its backward, which FSDP1 cannot run after another one (compute a loss without backward "
             "in torch.no_grad()), and an optimizer for its step"

@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from liger_dist.config import WrapConfig
 from liger_dist.errors import LigerDistError
-from liger_dist.fused_layers.swap import is_of_framework
+from liger_dist.fused_layers.swap import has_hooks, is_of_framework
 from liger_dist.model.class_swap import below_wrappers, subclass_of, with_base
 from liger_dist.model.peft import (
     TRAINED_ROWS,
@@ -20,6 +20,7 @@ from liger_dist.model.peft import (
     base_head,
     heads_at,
     lora_objection,
+    parts_of,
     trains_copy,
     under_trained_rows,
 )
@@ -104,10 +105,20 @@ def fuse_head(head: nn.Module, wrap_id: WrapId) -> None:
     vars(head)[_WRAP_ID] = wrap_id
 
 
-def has_gradient_hooks(head: nn.Module) -> bool:
-    """True if a hook that is not of FSDP or DeepSpeed reads the gradient of the logits."""
-    hooks = (*head._backward_pre_hooks.values(), *head._backward_hooks.values())
-    return bool(hooks) and not all(map(is_of_framework, hooks))
+def _hook_objection(head: nn.Module, base: nn.Module) -> str | None:
+    """Says which hook needs logits or hidden states of each token, as a clause; None if none does."""
+    for module in dict.fromkeys((head, base)):
+        hooks = (*module._backward_pre_hooks.values(), *module._backward_hooks.values())
+        if hooks and not all(map(is_of_framework, hooks)):
+            return (
+                "its lm_head has a backward hook, which reads the gradient of the logits; the loss is the model's own"
+            )
+    if head is not base and any(map(has_hooks, parts_of(head))):
+        return (
+            "a part of the LoRA layer on its lm_head has hooks, which read the hidden states of each token; the loss "
+            "is the model's own"
+        )
+    return None
 
 
 def computes_in_fp32(head: nn.Module) -> bool:
@@ -198,7 +209,8 @@ class LMHead:
             self._found = self._find(model, outer)
             self._key = key
         assert self._found is not None
-        return self._found
+        objection = _hook_objection(self._found.head, self._found.base)
+        return self._found if objection is None else replace(self._found, unfusable=objection)
 
     def _find(self, model: nn.Module, outer: nn.Module) -> HeadInUse:
         head = active_head(outer)

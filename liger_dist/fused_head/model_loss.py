@@ -24,13 +24,12 @@ from liger_dist.fused_layers.document_mask import new_call
 from liger_dist.fused_layers.document_rows import DocumentRows
 from liger_dist.fused_layers.packed_calls import OF_DOCUMENTS
 from liger_dist.fused_layers.recurrent import RecurrentLayers
-from liger_dist.fused_layers.swap import has_hooks
 from liger_dist.losses.distillation import Distillation
 from liger_dist.losses.execution import Execution
 from liger_dist.losses.labels import AlignedLabels, LabelSummary
 from liger_dist.losses.shared_gradient import SharedGradient, budget_beside_sum
 from liger_dist.losses.spec import LossSpec, PendingGradients
-from liger_dist.model.peft import has_active_dropout, parts_of, without_fsdp1
+from liger_dist.model.peft import has_active_dropout, without_fsdp1
 from liger_dist.model.structure import Structure
 from liger_dist.model.torch_modes import checkpoint_frame, is_transformed, untraced
 from liger_dist.sharding import accelerate
@@ -39,7 +38,7 @@ from liger_dist.sharding.vocab_parallel import ROW_SHARDS, RowSharding
 
 from .call import NOTED_LOSSES, Call, HostCall, Hosts, Signature, WrapId, note_loss, options_for
 from .call_warnings import CallWarnings
-from .lm_head import HeadInUse, LMHead, has_gradient_hooks
+from .lm_head import HeadInUse, LMHead
 from .loss_call import NO_HEAD, LossCall, current_call, is_running, none_further, pending_of
 from .output import fused_output
 from .recipe import LossRecipe
@@ -302,13 +301,6 @@ class FusedLoss:
             )
         if is_transformed():
             return "torch.func or forward-mode differentiation is at work, where the fused loss is not defined"
-        if has_gradient_hooks(in_use.base) or has_gradient_hooks(in_use.head):
-            return (
-                "its lm_head has a backward hook, which reads the gradient of the logits; a hook on the loss or on "
-                "hidden states gets its own"
-            )
-        if in_use.head is not in_use.base and any(map(has_hooks, parts_of(in_use.head))):
-            return "a part of the LoRA layer on its lm_head has hooks, which read the hidden states of each token"
         if self.loss_module is not None and not self.has_installed(model):
             loss_function = vars(self._loss_module_of(model)).get("_loss_function")
             return f"its loss_function is {getattr(loss_function, '__qualname__', loss_function)} now"

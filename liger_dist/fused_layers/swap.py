@@ -34,7 +34,7 @@ _SIMPLE = (bool, int, float, str, type(None))
 _MISSING = object()
 _LINEAR_FORWARD = nn.Linear.forward
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-_FRAMEWORKS = ("torch.distributed.", "deepspeed.")
+_FRAMEWORKS = ("torch.distributed.", "deepspeed.", "liger_dist.")
 """modules whose hooks unshard, move and free tensors, and change no value"""
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """dtypes with kernels; fp64 models keep their original arithmetic to the last digit"""
@@ -364,8 +364,9 @@ def _hooks(module: nn.Module) -> list[Any]:
 
 
 def is_of_framework(hook: Any) -> bool:
-    """True for a hook of FSDP or DeepSpeed."""
-    return (getattr(hook, "__module__", None) or "").startswith(_FRAMEWORKS)
+    """True for a hook of FSDP, DeepSpeed or this package."""
+    function = getattr(hook, "func", hook)  # Of a partial one.
+    return (getattr(function, "__module__", None) or "").startswith(_FRAMEWORKS)
 
 
 def is_local(tensor: object) -> bool:

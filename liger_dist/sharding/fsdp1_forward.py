@@ -35,8 +35,9 @@ def reshard_all(units: Units, *, frees: bool = True) -> None:
     Args:
         frees: False to keep the memory of the full parameters, which a graph may have saved.
     """
-    for unit in unsharded(units):
-        _reshard(unit, unit._handle, frees)
+    for unit in units:
+        if _is_unsharded(unit):
+            _reshard(unit, unit._handle, frees)
 
 
 def abandon_forward(units: Units, before: BeforeForward | None) -> None:
@@ -45,7 +46,7 @@ def abandon_forward(units: Units, before: BeforeForward | None) -> None:
         unit.training_state = TrainingState.IDLE
         if unit._handle is not None:
             unit._handle._training_state = HandleTrainingState.IDLE
-    end_without_backward(units, before, frees=True)
+    end_without_backward(units, before)
 
 
 class BeforeForward:
@@ -72,7 +73,7 @@ def _hooks_of(handle: Any) -> tuple[Any, ...]:
     return hooks
 
 
-def end_without_backward(units: Units, before: BeforeForward | None, *, frees: bool) -> None:
+def end_without_backward(units: Units, before: BeforeForward | None) -> None:
     """Ends a forward whose output has no gradient: reshards, restores what FSDP1 has forgotten, and removes the hooks
     that would reshard frozen units in a backward, which FSDP1 would take for those of the next forward, in which the
     unit may train."""
@@ -89,22 +90,14 @@ def end_without_backward(units: Units, before: BeforeForward | None, *, frees: b
             # Parameters are views made in inference mode, which no optimizer could update.
             with torch.inference_mode(False):
                 _reshard(unit, unit._handle, True)
-    reshard_all(units, frees=frees)
+    reshard_all(units)
     if before is not None:
         before.restore()
 
 
-def unsharded(units: Units) -> Units:
-    """Returns the units that have the memory of their full parameters."""
-    return [unit for unit in units if _is_unsharded(unit)]
-
-
-have_memory = unsharded
-
-
-def awaits_backward(root: nn.Module) -> bool:
+def awaits_backward(units: Units) -> bool:
     """True after a forward with gradients, until its backward."""
-    return any(getattr(unit._handle, "_needs_pre_backward_unshard", False) for unit in units_of(root))
+    return any(getattr(unit._handle, "_needs_pre_backward_unshard", False) for unit in units)
 
 
 def full_parameters(units: Units) -> frozenset[int]:

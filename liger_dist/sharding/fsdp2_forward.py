@@ -149,11 +149,6 @@ def keep_changed_flags(root: nn.Module, trained: dict[int, bool]) -> None:
                 record.sharded_param.requires_grad_(now)
 
 
-def end_without_backward(root: nn.Module, before: None, *, frees: bool) -> None:
-    """Reshards after a forward whose output has no gradient."""
-    reshard_all(root, frees=frees)
-
-
 def read_dtypes(root: nn.Module) -> None:
     """Reads the dtypes of gradients of groups that train now and were frozen in their first forward, in which FSDP2 has
     read none."""

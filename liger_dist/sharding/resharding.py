@@ -24,17 +24,14 @@ from __future__ import annotations
 import functools
 from contextlib import ExitStack
 from contextvars import ContextVar
-from functools import partial
 from types import ModuleType
 from typing import Any
-from weakref import ReferenceType, finalize, ref
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from liger_dist.errors import LigerDistError
@@ -42,6 +39,7 @@ from liger_dist.model.stand_ins import swapped
 from liger_dist.model.torch_modes import untraced
 
 from . import fsdp1_forward, fsdp2_forward
+from .optimizer_steps import call_before_steps, call_no_longer
 
 _GENERATING: ContextVar[frozenset[int]] = ContextVar("liger_dist_generating", default=frozenset())
 """ids of the roots whose ``generate`` runs in this context"""
@@ -62,7 +60,7 @@ class _Root:
         # FSDP1 walks over its units several times in a step.
         self._sharded: Any = fsdp1_forward.units_of(module) if self._fsdp is fsdp1_forward else module
         self._held: list[Any] = []
-        """FSDP2's groups or FSDP1's units that stayed unsharded for a backward"""
+        """FSDP2's groups that stayed unsharded for a backward"""
         self._is_entered = False
         """True in the root's outermost forward"""
         self._trained: dict[int, bool] = {}
@@ -80,14 +78,14 @@ class _Root:
         self._is_entered = True
         if torch.is_inference_mode_enabled():
             self._fsdp.begin_outside_inference_mode(self._sharded)
+        if id(self.module) not in _GENERATING.get():
+            self._keep_changed_flags()
+            # FSDP1 all-gathers only what has no memory. It takes the same memory again, as this forward does.
+            self._fsdp.reshard_all(self._sharded, frees=self._fsdp is fsdp1_forward or not self._has_graph())
         if self._fsdp is fsdp1_forward:
             self._before = fsdp1_forward.BeforeForward(self._sharded)
         else:
             fsdp2_forward.read_dtypes(self.module)
-        if id(self.module) not in _GENERATING.get():
-            self._keep_changed_flags()
-            # This forward takes the memory again.
-            self._fsdp.reshard_all(self._sharded, frees=self._fsdp is fsdp1_forward or not self._has_graph())
 
     @untraced
     def after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -96,13 +94,16 @@ class _Root:
         if id(self.module) in _GENERATING.get() or self._fsdp.is_running(self._sharded):
             return
         if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tree_leaves(output)):
-            self._held, self._before = self._fsdp.unsharded(self._sharded), None
+            self._before = None
             if self._fsdp is fsdp2_forward:
+                self._held = fsdp2_forward.unsharded(self._sharded)
                 self._trained = fsdp2_forward.trained_of_unsharded(self._sharded)
+        elif self._fsdp is fsdp1_forward:
+            fsdp1_forward.end_without_backward(self._sharded, self._before)
+            self._before = None
         else:
             self._keep_changed_flags()
-            self._fsdp.end_without_backward(self._sharded, self._before, frees=not self._has_graph())
-            self._before = None
+            fsdp2_forward.reshard_all(self._sharded, frees=not self._has_graph())
 
     @untraced
     def after_failed_forward(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -120,7 +121,9 @@ class _Root:
     def _has_graph(self) -> bool:
         """True if a graph may have saved full parameters: the memory that a forward with gradients left was not freed
         since, as its backward does."""
-        if self._held and not self._fsdp.have_memory(self._held):
+        if self._fsdp is fsdp1_forward:
+            return fsdp1_forward.awaits_backward(self._sharded)
+        if self._held and not fsdp2_forward.have_memory(self._held):
             self._held = []
         return bool(self._held)
 
@@ -179,12 +182,6 @@ class _Root:
         return reshard_and_call
 
 
-def _before_step(root: ReferenceType[_Root], optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    found = root()
-    if found is not None:
-        found.before_step(optimizer)
-
-
 def install(wrapped: nn.Module, outer: nn.Module, model: nn.Module, decoder: nn.Module) -> None:
     """Hooks the forwards of a model that FSDP1 or FSDP2 shards; does nothing for other models. See [Note: Parameters
     that stay unsharded].
@@ -213,9 +210,8 @@ def install(wrapped: nn.Module, outer: nn.Module, model: nn.Module, decoder: nn.
     for name in _MERGES if isinstance(tuner, nn.Module) else ():
         if callable(getattr(tuner, name, None)):
             undo.enter_context(swapped(vars(tuner), name, root.before(getattr(tuner, name))))
-    step_hook = register_optimizer_step_pre_hook(partial(_before_step, ref(root)))
-    undo.callback(step_hook.remove)
-    finalize(root, step_hook.remove)
+    call_before_steps(root)
+    undo.callback(call_no_longer, root)
 
 
 def abandon_forward(model: nn.Module) -> None:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
-from weakref import finalize, ref
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from liger_dist.errors import LigerDistError
@@ -22,6 +20,7 @@ from liger_dist.model.torch_modes import untraced
 from .ddp import DDP, averaged_parameters
 from .fsdp1 import FSDP1, is_flat, is_stored_by_fsdp1
 from .fsdp2 import FSDP2, managed_parameters
+from .optimizer_steps import call_before_steps
 from .process_groups import world_size
 from .vocab_parallel import row_shards_of
 
@@ -72,18 +71,10 @@ def refuse_unreduced_later(root: nn.Module, outer: nn.Module, model: nn.Module, 
     PEFT's adapters, walks over the model."""
     check = _Check(adapters_of(root, outer, model), strategy, ref(root), ref(outer), ref(model))
     called = dict.fromkeys((outer, model))
-    step_hook = register_optimizer_step_pre_hook(partial(_before_step, ref(check)))
-    finalize(model, step_hook.remove)
+    call_before_steps(check)
     vars(model)[_CHECKS] = [
-        step_hook,
-        *(module.register_forward_pre_hook(check, with_kwargs=True, prepend=True) for module in called),
+        module.register_forward_pre_hook(check, with_kwargs=True, prepend=True) for module in called
     ]
-
-
-def _before_step(check: ref[_Check], optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    found = check()
-    if found is not None:
-        found.before_step(optimizer)
 
 
 def allow_unreduced(model: nn.Module) -> None:
@@ -148,7 +139,7 @@ class _Check:
         Raises:
             LigerDistError: before the step, with the names.
         """
-        root = self._modules[0]()
+        root = self._modules[0]() if self._modules else None
         given = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         unknown = [p for p in given if (known := self._known.get(id(p))) is None or known() is not p]
         if root is None or self._checked is None or not unknown:
