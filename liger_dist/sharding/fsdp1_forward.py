@@ -30,14 +30,11 @@ def begin_outside_inference_mode(units: Units) -> None:
 
 
 def reshard_all(units: Units, *, frees: bool = True) -> None:
-    """Reshards the parameters that FSDP1 keeps unsharded after a forward. No collectives.
-
-    Args:
-        frees: False to keep the memory of the full parameters, which a graph may have saved.
-    """
+    """Reshards the parameters that FSDP1 keeps unsharded after a forward. No collectives."""
+    assert frees
     for unit in units:
         if _is_unsharded(unit):
-            _reshard(unit, unit._handle, frees)
+            _reshard(unit, unit._handle, True)
 
 
 def abandon_forward(units: Units, before: BeforeForward | None) -> None:

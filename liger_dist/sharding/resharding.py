@@ -16,7 +16,7 @@ nothing says in advance whether a loss will have a backward. So all parameters a
 
 Resharding needs no collective; the next forward or backward that reads a weight all-gathers it. A graph may have saved
 full parameters, as that of a penalty on a weight does, so their memory is freed only where no forward with gradients
-awaits its backward.
+awaits its backward. FSDP1 always frees it: it would neither all-gather anew, nor find gradients of its shards again.
 """
 
 from __future__ import annotations
@@ -80,8 +80,7 @@ class _Root:
             self._fsdp.begin_outside_inference_mode(self._sharded)
         if id(self.module) not in _GENERATING.get():
             self._keep_changed_flags()
-            # FSDP1 all-gathers only what has no memory. It takes the same memory again, as this forward does.
-            self._fsdp.reshard_all(self._sharded, frees=self._fsdp is fsdp1_forward or not self._has_graph())
+            self._fsdp.reshard_all(self._sharded, frees=not self._has_graph())
         if self._fsdp is fsdp1_forward:
             self._before = fsdp1_forward.BeforeForward(self._sharded)
         else:
@@ -121,8 +120,6 @@ class _Root:
     def _has_graph(self) -> bool:
         """True if a graph may have saved full parameters: the memory that a forward with gradients left was not freed
         since, as its backward does."""
-        if self._fsdp is fsdp1_forward:
-            return fsdp1_forward.awaits_backward(self._sharded)
         if self._held and not fsdp2_forward.have_memory(self._held):
             self._held = []
         return bool(self._held)
