@@ -305,7 +305,8 @@ class FusedLoss:
             loss_function = vars(self._loss_module_of(model)).get("_loss_function")
             return f"its loss_function is {getattr(loss_function, '__qualname__', loss_function)} now"
         if self._read_own_loss_function(model) is not self.own_loss_function:
-            return f"its loss_type has another loss function since liger_dist.wrap: {model.loss_type}"
+            loss_type = getattr(self._loss_module_of(model), "loss_type", None)
+            return f"its loss_type has another loss function since liger_dist.wrap: {loss_type}"
         return None
 
     def _read_own_loss_function(self, model: nn.Module) -> Any:

@@ -200,7 +200,7 @@ def _drop_at_known_places(last: Any) -> bool:
                 if index >= len(following):
                     return False
                 waiting.append((following[index][0], steps_behind))
-    # Memory of an output that nobody has kept may be another tensor's by now.
+    # The memory of an output that was freed may be another tensor's by now.
     kept = [node for node in producers if not node.output.memory.expired()]
     # Not every place holds an output: the first nodes of an attention and of an MLP are the same.
     held = [one for product in products for one in _saved_as(*product)] if kept else []

@@ -263,7 +263,20 @@ def objects_of(module: nn.Module) -> dict[str, Any]:
 def has_objects(module: nn.Module, objects: dict[str, Any]) -> bool:
     """True if all of them are unchanged."""
     now = vars(module)
-    return not objects or all(name in now and now[name] == value for name, value in objects.items())
+    return not objects or all(name in now and _is_same(now[name], value) for name, value in objects.items())
+
+
+def _is_same(now: Any, then: Any) -> bool:
+    """True for the same object or equal values. Tensors and arrays are not compared by value."""
+    if now is then:
+        return True
+    if type(now) is not type(then):
+        return False
+    if isinstance(now, dict):
+        return now.keys() == then.keys() and all(_is_same(now[key], then[key]) for key in then)
+    if isinstance(now, list | tuple):
+        return len(now) == len(then) and all(map(_is_same, now, then))
+    return not hasattr(now, "shape") and bool(now == then)
 
 
 def has_settings(module: nn.Module, settings: dict[str, Any]) -> bool:
@@ -304,8 +317,7 @@ class PartState:
             return False
         if now._parameters or now._buffers or now._modules or has_hooks(now):
             return False
-        found = vars(now)
-        return all(name in found and found[name] == value for name, value in self.attributes.items())
+        return has_objects(now, self.attributes)
 
 
 class NotedConfig:

@@ -29,9 +29,8 @@ def begin_outside_inference_mode(units: Units) -> None:
         _lazy_init(units[0], units[0])
 
 
-def reshard_all(units: Units, *, frees: bool = True) -> None:
+def reshard_all(units: Units) -> None:
     """Reshards the parameters that FSDP1 keeps unsharded after a forward. No collectives."""
-    assert frees
     for unit in units:
         if _is_unsharded(unit):
             _reshard(unit, unit._handle, True)

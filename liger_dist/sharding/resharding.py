@@ -80,7 +80,7 @@ class _Root:
             self._fsdp.begin_outside_inference_mode(self._sharded)
         if id(self.module) not in _GENERATING.get():
             self._keep_changed_flags()
-            self._fsdp.reshard_all(self._sharded, frees=not self._has_graph())
+            self._reshard_all()
         if self._fsdp is fsdp1_forward:
             self._before = fsdp1_forward.BeforeForward(self._sharded)
         else:
@@ -102,7 +102,7 @@ class _Root:
             self._before = None
         else:
             self._keep_changed_flags()
-            fsdp2_forward.reshard_all(self._sharded, frees=not self._has_graph())
+            self._reshard_all()
 
     @untraced
     def after_failed_forward(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -128,7 +128,13 @@ class _Root:
         """Reshards all parameters, between forwards and backwards; does nothing inside of one."""
         if id(self.module) not in _GENERATING.get() and not self._fsdp.is_running(self._sharded):
             self._keep_changed_flags()
-            self._fsdp.reshard_all(self._sharded, frees=not self._has_graph())
+            self._reshard_all()
+
+    def _reshard_all(self) -> None:
+        if self._fsdp is fsdp1_forward:
+            fsdp1_forward.reshard_all(self._sharded)
+        else:
+            fsdp2_forward.reshard_all(self._sharded, frees=not self._has_graph())
 
     def _keep_changed_flags(self) -> None:
         """Lets what ``requires_grad_`` has changed of full parameters hold for their shards."""

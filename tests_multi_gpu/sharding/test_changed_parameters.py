@@ -92,7 +92,7 @@ def errors_of_a_penalty(strategy: str, between: Callable[[Any], None]) -> dict[s
     return relative_errors(full_gradients(root), truth)  # type: ignore[arg-type]
 
 
-# --- writes to parameters after a loss that nobody uses --------------------------------------------------------------
+# --- writes to parameters after a loss without a backward ------------------------------------------------------------
 
 
 def by_data(parameters: list[Any]) -> None:

@@ -233,7 +233,7 @@ def failed_outside(model: Any) -> None:
 
 
 def merged(model: Any) -> None:
-    """After a loss that nobody uses, which leaves full parameters."""
+    """After a loss without a backward, which leaves full parameters."""
     peft_model = inside(model)
     unused_loss(model)
     peft_model.merge_adapter()
