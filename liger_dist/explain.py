@@ -31,9 +31,8 @@ class Explanation:
     """layers that kernels compute, and reasons why others are not"""
     attention: str
     """implementation of attention, and the reason if it is the model's original one"""
-    packing: str | None = None
-    """how recurrent and convolution layers keep packed documents apart, and arguments with which they do not; None if
-    only attention reads other tokens"""
+    packing: str
+    """how attention, recurrent and convolution layers keep packed documents apart, or why such a call is refused"""
     compiled: str | None = None
     """number of compiled decoder layers, or the reason why ``compile_layers="auto"`` compiles none; None if neither
     applies"""
@@ -46,7 +45,7 @@ class Explanation:
         rows = [*self.facts.lines(), ("loss", self.fused), ("adapter", self.adapter or "none")]
         rows += [("refused", "; ".join(self.declined))] if self.declined else []
         rows += [*self.layers.lines(), ("attention", self.attention)]
-        rows += [] if self.packing is None else [("packed documents", self.packing)]
+        rows.append(("packed documents", self.packing))
         rows += [] if self.compiled is None else [("compiled layers", self.compiled)]
         rows += [] if self.frozen is None else [("frozen weights", self.frozen)]
         rows += [] if self.router_loss is None else [("router loss", self.router_loss)]
@@ -84,7 +83,7 @@ def explain(model: nn.Module) -> Explanation:
         declined=reasons,
         layers=record.layers,
         attention=str(record.attention),
-        packing=None if record.recurrent is None else str(record.recurrent),
+        packing=str(record.packing),
         compiled=_compiled(record),
         frozen=record.frozen,
         router_loss=_router_loss(inner),

@@ -7,7 +7,6 @@ Legend: B rows, S tokens of a row, n ranks of the axis.
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Mapping
 from itertools import accumulate
 from typing import Any
@@ -20,11 +19,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
 from liger_dist.errors import LigerDistError
+from liger_dist.model.documents import read_documents
 from liger_dist.model.peft import learns_prompts
 from liger_dist.model.torch_modes import untraced
 from liger_dist.sharding.sequence_parallel import SequenceAxis
 
-from .fused_layers.attention import NAME, RESTARTS_BESIDE_MASK
+from .fused_layers.attention import NAME
 from .fused_layers.attention_selection import reason_against
 from .fused_layers.document_mask import document_lengths
 
@@ -61,7 +61,9 @@ def shard_sequence(batch: Mapping[str, Any], mesh: DeviceMesh) -> dict[str, obje
     ids = _checked(batch)
     rows, length = ids.shape
     padding = -length % axis.size
-    begins, valid = _boundaries(batch, ids)
+    documents = read_documents({**batch, "input_ids": ids})
+    assert documents is not None
+    begins, valid = documents.begins, documents.valid
     # The padding is a separate document.
     begins, valid = F.pad(begins, (0, padding)), F.pad(valid, (0, padding))
     lengths = document_lengths(begins, valid)
@@ -214,25 +216,6 @@ def _checked(batch: Mapping[str, Any]) -> Tensor:
                 f"{', '.join(_OF_TOKENS)}; shard it after this call."
             )
     return ids
-
-
-def _boundaries(batch: Mapping[str, Any], ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes where documents begin, and which tokens are not padding; bool ``[B, S]`` on the host."""
-    begins = torch.zeros(ids.shape, dtype=torch.bool)
-    begins[:, 0] = True
-    ends, mask, positions = batch.get("cu_seq_lens_q"), batch.get("attention_mask"), batch.get("position_ids")
-    valid = torch.ones_like(begins) if mask is None else mask.bool().cpu()
-    if ends is not None:
-        if int(ends[-1]) != ids.numel():
-            raise LigerDistError(f"cu_seq_lens_q ends at {int(ends[-1])}; expected {ids.numel()}, the batch's tokens.")
-        begins.view(-1)[ends[:-1].long().cpu()] = True
-    elif positions is not None:
-        restarts = (positions[:, 1:] != positions[:, :-1] + 1).cpu()
-        if mask is None:
-            begins[:, 1:] |= restarts
-        elif (restarts & valid[:, 1:] & valid[:, :-1]).any():
-            warnings.warn(RESTARTS_BESIDE_MASK, stacklevel=3)
-    return begins, valid
 
 
 def _shifted(batch: Mapping[str, Any]) -> Tensor | None:

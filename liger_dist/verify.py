@@ -20,8 +20,8 @@ from .explain import explain
 from .fused_head.call import IGNORE_INDEX, noted_losses
 from .fused_head.model_loss import FusedLoss
 from .fused_head.outside_calls import checked_call, shared_mean
-from .fused_layers.document_rows import DocumentRows
-from .fused_layers.packed_calls import as_padded_rows, documents_of
+from .fused_layers.document_rows import DocumentRows, as_padded_rows, rows_of
+from .model.documents import LENGTHS, read_documents
 from .model.peft import active_head
 from .rank_agreement import GradientErrors, disagreements, disagreements_of_gradients
 from .sequences import gather_batch
@@ -260,10 +260,12 @@ def _own_model(
     inner = inner_model(model)
     record = record_of(inner)
     splits = not (is_whole or record.loss.is_encoder_decoder)
-    documents = documents_of(batch) if splits or record.recurrent is not None else None
+    is_read = splits or (record.packing.recurrent is not None and _sequence_axis(record) is None)
+    found = read_documents(batch) if is_read else None
+    documents = None if found is None else rows_of(found)
     if not splits or documents is None or not documents.is_packed or not _splits_alike(batch, documents):
-        has_lengths = batch.get("cu_seq_lens_q") is not None
-        with own_layers(model, keeps_attention=has_lengths, keeps_rows=documents is not None) as kept:
+        keeps_attention = batch.get(LENGTHS) is not None or (found is not None and found.is_packed)
+        with own_layers(model, keeps_attention=keeps_attention, keeps_rows=documents is not None) as kept:
             yield batch, kept
         return
     rows = as_padded_rows(batch, documents, batch.get("ignore_index", IGNORE_INDEX))

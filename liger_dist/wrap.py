@@ -27,7 +27,8 @@ from .fused_head.recipe import LossRecipe, NotFusableError
 from .fused_head.wrapper_redirect import WrapperRedirect
 from .fused_layers import LayerReport, refuse_merged_weights, restore_layers, swap_layers
 from .fused_layers.attention_selection import AttentionSelection, select_attention
-from .fused_layers.recurrent import RECURRENT, RecurrentLayers, find_recurrent_layers
+from .fused_layers.packed_calls import PackedCalls, find_packing
+from .fused_layers.recurrent import RECURRENT
 from .fused_layers.swap import suspended_forwards
 from .hosts import HOSTS
 from .losses.spec import as_output_names
@@ -53,7 +54,6 @@ from .sharding.unreduced import AVERAGING, allow_unreduced, refuse_unreduced, re
 from .sharding.vocab_parallel import release_communicators
 
 _RECORD = "_liger_dist"
-NOT_WANTED = "WrapConfig(varlen_attention=False)"
 _COMPARED = (bool, int, float, str, torch.dtype, NoneType)
 
 
@@ -70,14 +70,14 @@ class Wrapped:
     unfused_reason: str | None
     layers: LayerReport
     attention: AttentionSelection
-    recurrent: RecurrentLayers | None
-    """layers other than attention that read earlier tokens; None if there are none"""
+    packing: PackedCalls
+    """how packed documents are kept apart"""
     not_compiled: str | None
     """why ``compile_layers="auto"`` compiles no layers"""
     frozen: str | None
     """what frozen parameters cost under FSDP; None without any"""
     hooks: tuple[RemovableHandle, ...]
-    """of the decoder: of recurrent layers; on a mesh with an axis "sp" one that refuses calls with whole sequences"""
+    """of the decoder: of packed calls and recurrent layers; on a mesh with an axis "sp" one that refuses calls with whole sequences"""
     owner: str
     """id of this ``wrap`` call; ``unwrap`` restores only the layers swapped under it"""
 
@@ -155,7 +155,7 @@ class _Inspected:
     """None for a model with storage"""
     recipe: LossRecipe | None
     unfused_reason: str | None
-    recurrent: RecurrentLayers | None
+    packing: PackedCalls
     not_compiled: str | None
     """why ``compile_layers="auto"`` compiles no layers; None where it does, or is not asked"""
     frozen: str | None
@@ -216,12 +216,13 @@ def _inspect(
     structure = structure.with_calls(repeats_head=recipe is not None and recipe.repeats_head)
     if _shards_sequences(chosen):
         check_losses(model, reason, repeats_head=structure.repeats_head)
-    recurrent = find_recurrent_layers(model, structure)
-    chosen, not_compiled = _decide_compilation(chosen, structure, config, is_recurrent=recurrent is not None)
+    packing = find_packing(model, structure, varlen_attention=config.varlen_attention)
+    is_recurrent = packing.recurrent is not None
+    chosen, not_compiled = _decide_compilation(chosen, structure, config, is_recurrent=is_recurrent)
     frozen = chosen.cost_of_frozen(outer) if isinstance(chosen, FullySharded) else None
     placement = "host" if isinstance(chosen, LoadedByHost) else "meta" if on_meta else "real"
     found = _Inspected(
-        structure, initialize, recipe, reason, recurrent, not_compiled, frozen, _parameters_of(outer), placement
+        structure, initialize, recipe, reason, packing, not_compiled, frozen, _parameters_of(outer), placement
     )
     return chosen, found
 
@@ -368,7 +369,7 @@ def _fuse(model: nn.Module, strategy: Strategy, found: _Inspected, config: WrapC
         strategy=strategy.name,
         config=config,
         hosts=HOSTS,
-        recurrent=found.recurrent,
+        packing=found.packing,
     )
     if found.recipe is not None and strategy.name == "auto":
         loss.head.check_storage(model)
@@ -384,16 +385,14 @@ def _fuse(model: nn.Module, strategy: Strategy, found: _Inspected, config: WrapC
             compiled=_compiled_layers(found.structure, strategy),
         )
     refuse_merged_weights(model, strategy.name)
-    attention = AttentionSelection(NOT_WANTED)
-    if config.varlen_attention:
-        recurrent_layers = () if found.recurrent is None else found.structure.layers
-        attention = select_attention(model, found.structure.decoder, recurrent_layers)
+    packing = found.packing
+    attention = select_attention(found.structure.decoder, packing.wanted, packing.attention_reason)
     undo.callback(attention.restore)
-    hooks: list[RemovableHandle] = []
-    if found.recurrent is not None:
-        has_varlen, backend = attention.is_selected, config.backend if config.layer_kernels else None
-        hooks += found.recurrent.install(model, found.structure, owner=owner, has_varlen=has_varlen, backend=backend)
-        convolutions, left = found.recurrent.convolutions(model)
+    hooks: list[RemovableHandle] = [packing.install(found.structure, attention)]
+    if packing.recurrent is not None:
+        backend = config.backend if config.layer_kernels else None
+        hooks.append(packing.recurrent.install(model, found.structure, owner=owner, backend=backend))
+        convolutions, left = packing.recurrent.convolutions(model)
         layers = replace(layers, swapped=(*layers.swapped, *convolutions.items()), left=(*layers.left, *left.items()))
     if _shards_sequences(strategy):
         hooks.append(guard_decoder(found.structure.decoder))
@@ -407,7 +406,7 @@ def _fuse(model: nn.Module, strategy: Strategy, found: _Inspected, config: WrapC
         unfused_reason=found.unfused_reason,
         layers=layers,
         attention=attention,
-        recurrent=found.recurrent,
+        packing=found.packing,
         not_compiled=found.not_compiled,
         frozen=found.frozen,
         hooks=tuple(hooks),
@@ -492,12 +491,12 @@ def own_layers(
         if any(compiled_call(layer) is not None for layer in record.structure.layers):
             kept.append("compiled layers, which run their own code")
         else:
-            keeps_rows = keeps_rows and record.recurrent is not None
+            keeps_rows = keeps_rows and record.packing.recurrent is not None
             kept += ["recurrent layers on rows of single documents, which its own mix"] if keeps_rows else []
             keeps = RECURRENT if keeps_rows else None
             stack.enter_context(suspended_forwards(inner, owner=record.owner, keeps=keeps))
-        if keeps_attention and record.attention.reason is None:
-            kept.append("attention to documents by their lengths, which the model's own does not separate")
+        if keeps_attention and record.attention.selected is not None:
+            kept.append("attention within documents, which the model's own does not separate")
         else:
             stack.enter_context(record.attention.suspended())
         yield tuple(kept)

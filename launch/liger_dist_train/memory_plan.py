@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from liger_dist import LigerDistError
-from liger_dist.fused_layers.recurrent import is_recurrent
+from liger_dist.fused_layers.packed_calls import is_recurrent
 from liger_dist.model.structure import Structure, find_structure
 from liger_dist_train.head_cost import HeadShapes, head_costs
 

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from liger_dist import LigerDistError, WrapConfig, compile_layers, explain, register_attention, sharded_loading, wrap
-from liger_dist.fused_layers.recurrent import is_recurrent, packing_objection
+from liger_dist.fused_layers.packed_calls import is_recurrent, packing_objection
 from liger_dist.model.compile import reason_against_compiling as compile_is_no_gain
 from liger_dist.model.structure import find_structure
 from liger_dist.mtp import MultiTokenPrediction, has_prediction

@@ -101,8 +101,8 @@ def _make_forward(base: Any) -> Callable[..., Any]:
                 return wrapper(*args, **kwargs)
         loss_call = None
         try:
-            call, loss_call, documents = loss.begin(self, args, kwargs)
-            with running(loss.wrap_id, loss_call), loss.running(documents):
+            call, loss_call, packed = loss.begin(self, args, kwargs)
+            with running(loss.wrap_id, loss_call), loss.packing.running(packed):
                 output = _call_original(self, base, originals, call.args, call.kwargs)
             return loss.finish(loss_call, output)
         except BaseException:

@@ -20,10 +20,7 @@ from torch import Tensor, nn
 
 from liger_dist.config import LOGITS, LogitsDtype, WrapConfig
 from liger_dist.errors import LigerDistError
-from liger_dist.fused_layers.document_mask import new_call
-from liger_dist.fused_layers.document_rows import DocumentRows
-from liger_dist.fused_layers.packed_calls import OF_DOCUMENTS
-from liger_dist.fused_layers.recurrent import RecurrentLayers
+from liger_dist.fused_layers.packed_calls import PackedCalls, PackedCall
 from liger_dist.losses.distillation import Distillation
 from liger_dist.losses.execution import Execution
 from liger_dist.losses.labels import AlignedLabels, LabelSummary
@@ -66,10 +63,10 @@ class FusedLoss:
         strategy: str,
         config: WrapConfig,
         hosts: Hosts,
-        recurrent: RecurrentLayers | None,
+        packing: PackedCalls,
     ) -> None:
         self.structure, self.recipe, self.unfused_reason = structure, recipe, unfused_reason
-        self.config, self.hosts, self.recurrent = config, hosts, recurrent
+        self.config, self.hosts, self.packing = config, hosts, packing
         self.wrap_id = WrapId(model)
         self.head = LMHead(structure, wrap_id=self.wrap_id, strategy=strategy, config=config)
         smoothing = getattr(getattr(model, "config", None), "label_smoothing", None) or 0.0
@@ -150,9 +147,9 @@ class FusedLoss:
     @untraced
     def begin(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Call, LossCall | None, DocumentRows | None]:
+    ) -> tuple[Call, LossCall | None, PackedCall]:
         """Returns the arguments for the model's forward, the loss of the call if it is not the model's, and the
-        documents that recurrent layers compute in separate rows. The ranks of a vocab-parallel lm_head agree whether
+        documents. The ranks of a vocab-parallel lm_head agree whether
         one refuses the call.
 
         Raises:
@@ -190,31 +187,24 @@ class FusedLoss:
             call, in_use, _ = decided
             self.checked(model, call, in_use)
 
-    def documents(self, model: nn.Module, call: Call) -> DocumentRows | None:
-        """Returns the documents of a call that recurrent layers compute in separate rows, and tells them to attention.
+    def documents(self, model: nn.Module, call: Call) -> PackedCall:
+        """Reads the documents of a call, and gives it the keywords that keep them apart.
 
         Raises:
             LigerDistError: the documents would mix.
         """
-        if self.recurrent is None:
-            return None
-        documents = self.recurrent.documents(model, call.named)
-        if documents is None:
-            # Every row is one document, and without other packages some layers refuse these keywords.
-            for name in OF_DOCUMENTS:
-                call.kwargs.pop(name, None)
+        packed = self.packing.read(model, call.named)
+        for name in packed.dropped:
+            call.kwargs.pop(name, None)
         has_labels = call.named.get("labels") is not None
-        for name, value in self.recurrent.keywords(documents, has_labels=has_labels).items():
-            is_known = self.signature.takes_more or name in self.signature.names
-            if is_known and name not in self.signature.names[: len(call.args)]:
+        for name, value in self.packing.keywords(packed, call.named, has_labels=has_labels).items():
+            if name in self.signature.names[: len(call.args)]:
+                raise LigerDistError(
+                    f"{call.model_name} got {name} of packed documents as a positional argument; pass it by keyword."
+                )
+            if self.signature.takes_more or name in self.signature.names:
                 call.kwargs[name] = value
-        return documents
-
-    def running(self, documents: DocumentRows | None) -> AbstractContextManager[None]:
-        """Within, a call with these documents runs."""
-        if self.recurrent is not None:
-            return self.recurrent.running(documents)
-        return new_call() if self.config.varlen_attention else nullcontext()
+        return packed
 
     def row_shards(self) -> RowSharding | None:
         return vars(self.structure.head).get(ROW_SHARDS)

@@ -24,7 +24,7 @@ Legend: B rows, S tokens of a row, H heads, D head size.
 from __future__ import annotations
 
 import sys
-import warnings
+from functools import partial
 from inspect import signature
 from itertools import accumulate, pairwise
 from typing import Any
@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 
 from liger_dist.errors import LigerDistError
+from liger_dist.model.documents import LENGTHS, read_lengths
 from liger_dist.model.torch_modes import untraced
 from liger_dist.sharding.sequence_parallel import SequenceAxis, gather_tokens, scatter_tokens, sequence_axis_of
 
@@ -45,21 +46,21 @@ from .document_mask import (
     document_mask,
     is_replaced,
     mask_of,
+    mask_with_documents,
     notes_on,
     sdpa_function,
 )
+from .token_dependency import BY_LENGTHS, CannotRunError
 
 NAME = "liger_dist"
+MASKED = {own: f"{NAME}_{own}" for own in ("eager", "sdpa")}
+"""by a model's own implementation, the one with the same attention and masks of packed documents"""
 VARLEN_DTYPES = (torch.bfloat16, torch.float16)
 MAX_HEAD_SIZE = 256
 EAGER_KEYWORDS = ("softcap", "s_aux", "sinks")
 """keywords of attention functions that neither ``varlen_attn`` nor ``scaled_dot_product_attention`` computes"""
 _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 """torch 2.11 accepts fewer key heads without this option"""
-RESTARTS_BESIDE_MASK = (
-    "position_ids restart inside a row that has a 2-D attention_mask: transformers takes the row for one text, so that "
-    "its documents attend to each other. Leave attention_mask out where documents are packed."
-)
 
 
 def register_attention() -> None:
@@ -72,6 +73,27 @@ def register_attention() -> None:
 
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, document_mask)
+    for own, name in MASKED.items():
+        AttentionInterface.register(name, _eager_attention if own == "eager" else _sdpa_attention)
+        AttentionMaskInterface.register(name, partial(mask_with_documents, own))
+    AttentionInterface.register(BY_LENGTHS, _tried_lengths)
+
+
+def _eager_attention(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    return _eager_of(module)(module, *args, **kwargs)
+
+
+def _sdpa_attention(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    return sdpa_function()(module, *args, **kwargs)
+
+
+def _tried_lengths(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Stands for FlashAttention in a trial: reads whether lengths arrive."""
+    if kwargs.get(LENGTHS) is None:
+        raise CannotRunError(f"{type(module).__name__} gets no {LENGTHS}")
+    return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2), None
 
 
 def attention(
@@ -112,10 +134,8 @@ def attention(
     elif attention_mask is not None:
         # As the eager functions of transformers 5.0: some decoders build a mask that is wider than the keys.
         mask = attention_mask[..., : key.shape[2]]
-    if kwargs.get("cu_seq_lens_q") is not None and _takes_lengths(documents, mask, query, key):
+    if kwargs.get(LENGTHS) is not None and _takes_lengths(documents, mask, query, key):
         documents = _given(module, query, kwargs, documents)
-    elif documents is not None and documents.checks_positions and not torch.compiler.is_compiling():
-        _check_positions(documents, kwargs.get("position_ids"))
     if kwargs.get("output_attentions") or any(kwargs.get(name) is not None for name in EAGER_KEYWORDS):
         mask = _dense(module, mask if documents is None else documents.dense(), query, key)
         return _eager_of(module)(module, query, key, value, mask, scaling=scaling, dropout=dropout, **kwargs)
@@ -181,8 +201,9 @@ def _sequence_parallel(
 
 
 def _takes_lengths(documents: DocumentMask | None, mask: Tensor | None, query: Tensor, key: Tensor) -> bool:
-    """True if ``cu_seq_lens_q`` separates documents: no padding mask, no cache, as with FlashAttention."""
-    is_masked = mask is not None or (documents is not None and documents.valid is not None)
+    """True if ``cu_seq_lens_q`` separates documents: no padding mask, no cache, as with FlashAttention; and no call of a
+    wrapped model, which has read them."""
+    is_masked = mask is not None or (documents is not None and (documents.valid is not None or documents.is_of_call))
     return not is_masked and query.shape[2] == key.shape[2] and not is_replaced()
 
 
@@ -215,32 +236,13 @@ def _read_lengths(given: Tensor, query: Tensor, others: tuple[int, ...], **facts
     Raises:
         LigerDistError: the lengths do not end at the number of tokens.
     """
-    read = [int(length) for length in given.diff().tolist()]
-    rows, total = query.shape[0], query.shape[0] * query.shape[2]
-    if sum(read) != total or min(read, default=0) < 0:
-        raise LigerDistError(
-            f"cu_seq_lens_q ends at {sum(read)} but the micro-batch has {total} tokens; expected the sums of the "
-            "lengths of all documents, from 0 to the number of tokens, padding included."
-        )
-    ends = sorted({0, *accumulate(read), *accumulate(others)})
+    rows = query.shape[0]
+    read = read_lengths(given, rows * query.shape[2])
+    ends = sorted({0, *read, *accumulate(others)})
     lengths = tuple(end - start for start, end in pairwise(ends))
-    if given.device == query.device and list(lengths) == read:
+    if given.device == query.device and ends == read:
         return DocumentMask(lengths, given.to(torch.int32), rows=rows, **facts)
     return mask_of(lengths, query.device, rows=rows, **facts)
-
-
-@untraced
-def _check_positions(documents: DocumentMask, position_ids: Tensor | None) -> None:
-    """Warns of positions that restart inside the text of a row with a 2-D mask."""
-    documents.checks_positions = False
-    rows, _, _, length = documents.shape
-    if position_ids is None or position_ids.shape != (rows, length):
-        return  # Models compute positions for one row; positions of images have three values.
-    restarts = position_ids[:, 1:] != position_ids[:, :-1] + 1
-    if documents.valid is not None:
-        restarts = restarts & documents.valid[:, 1:] & documents.valid[:, :-1]
-    if restarts.any():
-        warnings.warn(RESTARTS_BESIDE_MASK, stacklevel=2)
 
 
 def _has_varlen(query: Tensor, value: Tensor, dropout: float) -> bool:

@@ -4,23 +4,25 @@ attention."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
+from liger_dist.model.structure import Structure
 from liger_dist.sharding.accelerate import size_in_accelerate
 
-from .attention import NAME, register_attention
+from .attention import MASKED, NAME, register_attention
 from .document_mask import is_replaced
 from .token_dependency import passes_masks_on
 
-OWN = ("sdpa", "eager", NAME)
+OWN = ("sdpa", "eager", NAME, *MASKED.values())
 """implementations that it may replace; another model with the same config may have selected "liger_dist" already"""
 EXPECTS_TENSORS = "its code expects masks that are tensors"
 SELECTED = "liger_dist: packed, padded and windowed sequences without a dense mask"
+WITH_MASKS = "its own, with masks of packed documents"
 
 
 @dataclass
@@ -33,21 +35,24 @@ class AttentionSelection:
     """config of the text decoder"""
     own: str | None = None
     """implementation before the selection"""
+    selected: str | None = None
+    """"liger_dist", or the model's own with masks of packed documents; None without a selection"""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        if self.reason is None:
+        if self.selected is not None:
             register_attention()  # The model may have been loaded into another program.
 
     def __str__(self) -> str:
-        if self.reason is not None:
+        if self.selected is None:
             return f"its own: {self.reason}"
-        now = self.config._attn_implementation
-        return SELECTED if now == NAME else f"its own: it was set to {now!r} after wrap"
+        if not self.is_selected():
+            return f"its own: it was set to {self.config._attn_implementation!r} after wrap"
+        return SELECTED if self.selected == NAME else f"{WITH_MASKS}: {self.reason}"
 
     def is_selected(self) -> bool:
-        """True if the decoder computes "liger_dist" attention now: another one may have been set after ``wrap``."""
-        return self.reason is None and self.config._attn_implementation == NAME
+        """True if the decoder has the selected attention now: another one may have been set after ``wrap``."""
+        return self.selected is not None and self.config._attn_implementation == self.selected
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -59,7 +64,7 @@ class AttentionSelection:
             yield
         finally:
             if is_selected:
-                _select(self.config, NAME)
+                _select(self.config, self.selected)
 
     def restore(self) -> None:
         """Selects the previous implementation of the decoder, unless another was selected since."""
@@ -67,27 +72,35 @@ class AttentionSelection:
             _select(self.config, self.own)
 
 
-def select_attention(
-    model: nn.Module, decoder: nn.Module, recurrent_layers: Sequence[nn.Module] = ()
-) -> AttentionSelection:
-    """Selects the implementation for ``decoder``, the text decoder of ``model``, in its config, as
-    ``model.set_attn_implementation`` does.
+def select_attention(decoder: nn.Module, wanted: str | None, reason: str | None) -> AttentionSelection:
+    """Selects the implementation ``wanted`` for a text decoder, in its config, as ``model.set_attn_implementation``
+    does; None for the decoder's own.
 
     Args:
-        recurrent_layers: decoder layers of which some are recurrent. The classes of many such models do not say that
-            they take masks of any type: their code is run.
+        reason: why it is not "liger_dist".
     """
-    reason = reason_against(model, decoder)
-    if reason == EXPECTS_TENSORS and recurrent_layers:
-        register_attention()
-        reason = None if passes_masks_on(model, recurrent_layers, NAME) else reason
-    if reason is not None:
+    if wanted is None:
         return AttentionSelection(reason)
     register_attention()
     config: Any = decoder.config
     own = config._attn_implementation
-    _select(config, NAME)
-    return AttentionSelection(None, config, own)
+    _select(config, wanted)
+    return AttentionSelection(reason, config, own, wanted)
+
+
+def reason_against_varlen(model: nn.Module, structure: Structure, *, has_recurrent: bool) -> str | None:
+    """Says why "liger_dist" attention does not compute the same as the model's original one, as a clause; None if it
+    does.
+
+    Args:
+        has_recurrent: True if some decoder layers are recurrent. The classes of many such models do not say that they
+            take masks of any type: their code is run.
+    """
+    reason = reason_against(model, structure.decoder)
+    if reason == EXPECTS_TENSORS and has_recurrent:
+        register_attention()
+        return None if passes_masks_on(model, structure.layers, NAME) else reason
+    return reason
 
 
 def _select(config: Any, implementation: str | None) -> None:

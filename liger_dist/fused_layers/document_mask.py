@@ -5,15 +5,15 @@ Legend: B rows, S tokens of a row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from itertools import accumulate, pairwise
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from liger_dist.errors import LigerDistError
+from liger_dist.model.documents import Documents, current_call
 from liger_dist.model.torch_modes import in_backward, untraced
 
 AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
@@ -37,7 +37,7 @@ class DocumentMask:
         window: int | None = None,
         is_causal: bool = True,
         valid: Tensor | None = None,
-        is_from_mask: bool = False,
+        is_of_call: bool = False,
     ) -> None:
         self.lengths = lengths
         """tokens of each document, row after row; padding counts as documents"""
@@ -49,8 +49,8 @@ class DocumentMask:
         self.is_causal = is_causal
         self.valid = valid
         """bool ``[B, S]``: the 2-D mask that it was built from; None without padding"""
-        self.checks_positions = is_from_mask
-        """True if it was built from a 2-D mask, until positions have been compared with it"""
+        self.is_of_call = is_of_call
+        """True if it was built from the documents that the call of a wrapped model has read"""
         # Once, and not from ``lengths`` in every layer: compiled layers would be compiled again for other lengths.
         self.max_length = max(lengths)
         has_window = window is not None and window < self.max_length
@@ -100,6 +100,7 @@ def causal(query: Tensor, key: Tensor, window: int | None) -> Tensor:
     return allowed if window is None else allowed & (key > query - window)
 
 
+@untraced
 def document_mask(**arguments: Any) -> DocumentMask | Tensor | None:
     """Returns the documents of a micro-batch, or the mask that transformers builds for "sdpa": the mask function.
 
@@ -117,9 +118,20 @@ def document_mask(**arguments: Any) -> DocumentMask | Tensor | None:
     own: Callable[..., Tensor | None] = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
     of_transformers = arguments
     arguments = _by_length(arguments)
+    documents = _documents_in(arguments)
     is_simple, is_sliced = arguments.get("allow_is_causal_skip", True), _is_sliced(arguments)
-    if is_sliced:
+    is_packed = documents is not None and documents.is_packed
+    if is_sliced or is_packed:
         of_transformers = of_transformers | {"allow_is_causal_skip": False}
+    is_plain = is_simple or _is_causal_within_documents(arguments["mask_function"])
+    if documents is not None and (is_packed or given is not None) and is_plain and _has_documents(arguments):
+        mask = _of_call(documents, arguments)
+        if mask is not None and not (mask.is_plain and not is_simple and not is_packed):
+            return mask
+    if documents is not None and is_packed:
+        within = {"mask_function": _within(documents, arguments)}
+        arguments, of_transformers = arguments | within, of_transformers | within
+        is_simple = False
     if not _has_documents(arguments):
         return own(**of_transformers)
     length, window = arguments["q_length"], arguments.get("local_size")
@@ -130,6 +142,84 @@ def document_mask(**arguments: Any) -> DocumentMask | Tensor | None:
     mask = _read(arguments)
     # A model that forbids None needs a tensor, to change it.
     return own(**of_transformers) if mask is None or (mask.is_plain and not is_simple) else mask
+
+
+@untraced
+def mask_with_documents(own: str, **arguments: Any) -> Any:
+    """Returns the mask that transformers builds for the implementation ``own``, and within the documents of the call
+    that runs: the mask function of a model that keeps its own attention."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    documents = _documents_in(_by_length(arguments))
+    if documents is not None and documents.is_packed:
+        within = _within(documents, _by_length(arguments))
+        arguments = arguments | {"mask_function": within, "allow_is_causal_skip": False}
+    return ALL_MASK_ATTENTION_FUNCTIONS[own](**arguments)
+
+
+def _documents_in(arguments: dict[str, Any]) -> Documents | None:
+    """Returns the documents of the call that runs; None if a mask is of other tokens, or for attention in both
+    directions, as to the keys of an encoder.
+
+    Raises:
+        LigerDistError: the mask is of other tokens than those of a packed call.
+    """
+    call = current_call()
+    documents = None if call is None else call.documents
+    if documents is None or "allow_is_bidirectional_skip" in arguments:
+        return None
+    rows, length = documents.shape
+    found = (arguments.get("batch_size"), arguments.get("q_length"), arguments.get("kv_length"))
+    begins = (arguments.get("q_offset", 0), arguments.get("kv_offset", 0))
+    if found == (rows, length, length) and not any(int(offset) for offset in begins):
+        return documents
+    if documents.is_packed:
+        raise LigerDistError(
+            f"a mask of {found[1]} queries and {found[2]} keys in {found[0]} rows is made in a call with packed "
+            f"documents in {rows} rows of {length} tokens, which it would mix; give each document a separate row and "
+            "pad the rows (attention_mask)."
+        )
+    return None
+
+
+def _within(documents: Documents, arguments: dict[str, Any]) -> Callable[..., Tensor]:
+    """Makes a mask function that allows what that of ``arguments`` does within documents."""
+    mask_function: Callable[..., Tensor] = arguments["mask_function"]
+    number = documents.numbers(torch.device(arguments["device"]))
+
+    def within(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return mask_function(row, head, query, key) & (number[row, query] == number[row, key])
+
+    return within
+
+
+def _of_call(documents: Documents, arguments: dict[str, Any]) -> DocumentMask | None:
+    """Causal attention within the documents of a call, and within the window of ``arguments``; None if padding lies
+    inside a document. The host waits for a 2-D mask, once in a call."""
+    lengths = document_lengths(documents.begins, documents.valid)
+    if lengths is None:
+        return None
+    rows, length = documents.shape
+    window, device = arguments.get("local_size"), arguments["device"]
+    window = window if window is not None and window < length else None
+    valid = documents.valid_on(torch.device(device)) if not documents.valid.all() else None
+    return mask_of(lengths, device, rows=rows, window=window, valid=valid, is_of_call=True)
+
+
+_OVERLAYS = ("causal_mask_function", "and_masks", "packed_sequence_mask_function", "sliding_window_overlay")
+_REMAPPED = "remap_positions_for_packed_sequence"
+"""functions of transformers whose masks are causal within documents and windows"""
+
+
+def _is_causal_within_documents(mask_function: Any) -> bool:
+    """True if transformers made ``mask_function`` of causal attention, documents by positions and a window alone;
+    False for any other, which is then read from its values."""
+    name = getattr(mask_function, "__qualname__", "").split(".")[0]
+    if getattr(mask_function, "__module__", None) != "transformers.masking_utils" or name not in (*_OVERLAYS, _REMAPPED):
+        return False
+    cells = [cell.cell_contents for cell in mask_function.__closure__ or ()]
+    parts = [part for cell in cells for part in (cell if isinstance(cell, tuple) else (cell,)) if callable(part)]
+    return all(isinstance(part, Tensor) or _is_causal_within_documents(part) for part in parts)
 
 
 def _by_length(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -209,22 +299,7 @@ def _read(arguments: dict[str, Any]) -> DocumentMask | None:
         return None
     window = window if window is not None and window < length else None
     has_padding = padding is not None and not bool(valid_on_host.all())
-    facts = {"valid": valid if has_padding else None, "is_from_mask": padding is not None}
-    return mask_of(lengths, device, rows=rows, window=window, **facts)
-
-
-_CALL: ContextVar[object] = ContextVar("liger_dist_call", default=None)
-"""an object for each call of a wrapped model"""
-
-
-@contextmanager
-def new_call() -> Iterator[None]:
-    """Within, a call of a wrapped model runs: documents are read anew."""
-    token = _CALL.set(object())
-    try:
-        yield
-    finally:
-        _CALL.reset(token)
+    return mask_of(lengths, device, rows=rows, window=window, valid=valid if has_padding else None)
 
 
 def notes_on(tensor: Tensor) -> dict[Any, Any]:
@@ -234,7 +309,7 @@ def notes_on(tensor: Tensor) -> dict[Any, Any]:
     A call of a wrapped model reads anew. In a model that is not wrapped, values on the host are compared, because
     writes through NumPy, DLPack or ``.data`` have no version; on a GPU the versions are.
     """
-    call = _CALL.get()
+    call = current_call()
     version = None if tensor.is_inference() else tensor._version
     state: tuple[Any, ...] = (call, version)
     if call is None and tensor.device.type == "cpu":

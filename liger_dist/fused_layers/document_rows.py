@@ -12,8 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -21,6 +19,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from liger_dist.model.documents import INPUTS, OF_DOCUMENTS, Documents, moved
 from liger_dist.model.torch_modes import is_transformed
 
 MOST_PADDING = 1.15
@@ -103,9 +102,9 @@ class _Calls:
         self.shapes = shapes
         self._is_view = torch.equal(source, torch.arange(shape[0] * shape[1]))
         slot_of = torch.zeros(shape[0] * shape[1], dtype=torch.int64).index_copy_(0, places, slots)
-        to_slots = _Gather(_moved(source, device), None)
+        to_slots = _Gather(moved(source, device), None)
         to_slots_0 = _Gather(to_slots.index, _others(len(source), slots, device))
-        to_places = _Gather(_moved(slot_of, device), _others(len(slot_of), places, device))
+        to_places = _Gather(moved(slot_of, device), _others(len(slot_of), places, device))
         self._into, self._back = (to_slots, to_places), (to_places, to_slots_0)
 
     @classmethod
@@ -158,12 +157,7 @@ def _others(total: int, indices: Tensor, device: torch.device) -> Tensor | None:
     if len(indices) == total:
         return None
     is_other = torch.ones(total, dtype=torch.bool).index_fill_(0, indices, 0)
-    return _moved(is_other.nonzero()[:, 0], device)
-
-
-def _moved(index: Tensor, device: torch.device) -> Tensor:
-    # From pinned memory the host does not wait for the copy.
-    return index.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else index.to(device)
+    return moved(is_other.nonzero()[:, 0], device)
 
 
 class DocumentRows:
@@ -202,7 +196,7 @@ class DocumentRows:
             lengths = torch.tensor(self.lengths)
             ends = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
             numbers = torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(lengths)[None]
-            self._in_one_row[device] = DocumentsOfRow(_moved(numbers, device), _moved(ends, device), ends)
+            self._in_one_row[device] = DocumentsOfRow(moved(numbers, device), moved(ends, device), ends)
         return self._in_one_row[device]
 
     def padded(self, x: Tensor, value: float) -> Tensor:
@@ -210,13 +204,6 @@ class DocumentRows:
         end."""
         parts = x.flatten(0, 1)[self._places.to(x.device)].split(self.lengths)
         return pad_sequence(list(parts), batch_first=True, padding_value=value)
-
-    @cached_property
-    def keywords(self) -> dict[str, Any]:
-        """The lengths as transformers' keywords of FlashAttention, on the CPU; for rows without padding."""
-        ends = torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32)
-        longest = max(self.lengths)
-        return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
 
     def compute(
         self,
@@ -261,6 +248,44 @@ class DocumentRows:
         first = parts[0]
         is_of_rows = isinstance(first, Tensor) and tuple(first.shape[:2]) == calls.shapes[0]
         return calls.from_rows(parts, self.shape) if is_of_rows else None
+
+
+def rows_of(documents: Documents) -> DocumentRows | None:
+    """Returns the documents of a call that is packed, or whose rows have padding before or within their text; None for
+    rows of one text each. The host waits for a 2-D mask."""
+    rows, length = documents.shape
+    if documents.is_packed:
+        return DocumentRows(torch.arange(rows * length), documents.lengths, documents.shape, is_packed=True)
+    lengths = documents.valid.sum(1)
+    is_text_first = torch.arange(length) < lengths[:, None]
+    if not lengths.any() or torch.equal(documents.valid, is_text_first):
+        return None
+    places = documents.valid.flatten().nonzero()[:, 0]
+    return DocumentRows(places, lengths[lengths > 0].tolist(), documents.shape, is_packed=False)
+
+
+def as_padded_rows(batch: dict[str, Any], documents: DocumentRows, ignore_index: int) -> dict[str, Any]:
+    """Returns the arguments of a call with each document in a row padded at its end, which every model keeps apart.
+
+    Args:
+        batch: the arguments that ``documents`` were read from; tensors ``[B, S, ...]``, and positions ``[n, B, S]``,
+            become rows.
+    """
+    device = next(batch[name] for name in INPUTS if isinstance(batch.get(name), Tensor)).device
+    rows: dict[str, Any] = {}
+    for name, value in batch.items():
+        fill = ignore_index if name in ("labels", "shift_labels") else 0
+        if name in OF_DOCUMENTS:
+            continue
+        if documents.is_of_tokens(value):
+            rows[name] = documents.padded(value.expand(*documents.shape, *value.shape[2:]), fill)
+        elif isinstance(value, Tensor) and value.dim() == 3 and tuple(value.shape[1:]) == documents.shape:
+            rows[name] = torch.stack([documents.padded(part, fill) for part in value])
+        else:
+            rows[name] = value
+    lengths = torch.tensor(documents.lengths, device=device)
+    longest = torch.arange(max(documents.lengths), device=device)
+    return rows | {"attention_mask": (longest < lengths[:, None]).long()}
 
 
 def grouped(lengths: Sequence[int]) -> list[tuple[int, int]]:

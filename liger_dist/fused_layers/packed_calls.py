@@ -1,149 +1,362 @@
-"""Reads the documents of a call from its arguments, once for all layers."""
+"""Calls with packed documents: which are computed so that documents stay apart, and which are refused.
+
+:func:`find_packing` tries it when a model is wrapped, on made-up values (:mod:`.token_dependency`): two documents in a
+row, whose results must not depend on each other, and must be those of each alone. No class and no model is named here.
+
+- Recurrent and convolution layers are computed on rows of single documents (:mod:`.recurrent`).
+- Attention reads a mask. Where the model's own code does not make one of packed documents, "liger_dist" attention does,
+  or :mod:`.attention` adds the documents to the masks that the model asks transformers for.
+- What stays dependent is refused when a packed call comes, before any layer runs.
+"""
 
 from __future__ import annotations
 
-from itertools import pairwise
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from liger_dist.errors import LigerDistError
+from liger_dist.model.documents import (
+    INPUTS,
+    LENGTHS,
+    MASK,
+    OF_DOCUMENTS,
+    POSITIONS,
+    SEEN,
+    Documents,
+    call_of,
+    current_call,
+    read_documents,
+)
+from liger_dist.model.peft import base_model_of
+from liger_dist.model.structure import Structure, find_structure
+from liger_dist.model.torch_modes import in_backward, untraced
+from liger_dist.sharding.sequence_parallel import sequence_axis_of
 
-from .document_rows import DocumentRows
+from .attention import MASKED, NAME, register_attention
+from .attention_selection import OWN, AttentionSelection, reason_against_varlen
+from .document_mask import is_replaced
+from .document_rows import DocumentRows, rows_of
+from .recurrent import RecurrentLayers, find_recurrent_layers, has_convolution, runs_in_rows
+from .swap import LeftAloneError
+from .token_dependency import BY_LENGTHS, EAGER, CannotRunError, is_same_attention, lengths_of, token_dependency
 
-POSITIONS, LENGTHS, SEQ_IDX = "position_ids", "cu_seq_lens_q", "seq_idx"
-"""arguments of a model that separate packed documents; :data:`LENGTHS` comes with three more of FlashAttention"""
-WAYS: tuple[tuple[str, ...], ...] = ((POSITIONS,), (LENGTHS,), (SEQ_IDX,), (LENGTHS, SEQ_IDX))
-"""arguments that may separate documents; positions in addition to lengths add nothing"""
-OF_DOCUMENTS = (LENGTHS, "cu_seq_lens_k", "max_length_q", "max_length_k", SEQ_IDX)
-"""keywords of packed documents, which rows of single documents do not have"""
-INPUTS = ("input_ids", "inputs_embeds")
-SEEN = {
-    POSITIONS: "position_ids restart without a 2-D attention_mask",
-    LENGTHS: "cu_seq_lens_q has more documents than rows",
-    SEQ_IDX: "seq_idx changes within a row",
-}
-"""condition under which a call is packed by each argument"""
+CACHES = ("past_key_values", "cache", "cache_params", "state")
+"""arguments with the state of earlier tokens"""
+NOT_WANTED = "WrapConfig(varlen_attention=False)"
+FLASH = "flash"
+"""how the names of implementations begin that read the lengths of documents instead of a mask"""
 
 
-def packed_by(named: dict[str, Any]) -> tuple[str, ...]:
-    """Returns the arguments of a call that separate documents of a row, as in :data:`WAYS`; empty if each row is one
-    text.
+@dataclass(frozen=True)
+class PackedCall:
+    """One call of a model."""
 
-    The rule of the "liger_dist" attention: lengths whose documents are not the rows, otherwise positions that restart
-    without a 2-D mask.
-    """
-    return tuple(name for name, _ in _boundaries(named))
+    documents: Documents | None
+    """None for a call without tokens, or with shards of sequences"""
+    rows: DocumentRows | None
+    """documents that recurrent layers compute in separate rows; None for one text in each row"""
+    dropped: tuple[str, ...] = ()
+    """keywords that say nothing and that some layers refuse"""
 
 
-def documents_of(named: dict[str, Any]) -> DocumentRows | None:
-    """Returns the documents of a call that is packed, or whose rows have padding before or within their text; None for
-    rows of one text each. The host waits for a 2-D mask and for the arguments that may separate documents.
+class PackedCalls:
+    """How one model keeps packed documents apart.
 
     Args:
-        named: the arguments of the model by name.
+        recurrent: layers other than attention that read earlier tokens; None if there are none.
+        reason: why such layers would mix documents, as a clause; None if they would not.
+        attention_reasons: by implementation of attention, why documents would mix; None where they would not.
+        wanted: the implementation to select; None for the model's own.
+        varlen_reason: why it is not "liger_dist"; None if it is.
+        text_row: True if the model's own mask reads positions ``[4, B, S]``, of the text and then the three of images.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        structure: Structure,
+        recurrent: RecurrentLayers | None,
+        *,
+        reason: str | None,
+        attention_reasons: dict[str, str | None],
+        wanted: str | None,
+        varlen_reason: str | None,
+        text_row: bool = False,
+    ) -> None:
+        self.recurrent, self.wanted, self.attention_reason = recurrent, wanted, varlen_reason
+        self._name = type(model).__name__
+        self._layers = structure.layers
+        self._reason, self._attention_reasons = reason, attention_reasons
+        self._own_config = getattr(structure.decoder, "config", None)
+        self._selection: AttentionSelection | None = None
+        self._text_row = text_row
+        self._has_image_positions = has_image_positions(self._own_config)
+
+    def install(self, structure: Structure, selection: AttentionSelection) -> RemovableHandle:
+        """Returns a hook of the decoder."""
+        self._selection = selection
+        return structure.decoder.register_forward_pre_hook(self._check_decoder_call, with_kwargs=True)
+
+    def __str__(self) -> str:
+        found = [] if self.recurrent is None else self.recurrent.lines()
+        reason = self.objection()
+        return "; ".join([*found, *([f"refused: {reason}"] if reason else [self._how_attention()])])
+
+    def _how_attention(self) -> str:
+        implementation = self._implementation()
+        if implementation == NAME:
+            return "attention: by their lengths"
+        if self._selection is not None and self._selection.is_selected():
+            return "attention: by a dense mask of documents"
+        if implementation.startswith(FLASH):
+            return "attention: by their lengths, in the model's own"
+        return "attention: by the model's own mask"
+
+    def read(self, model: nn.Module, named: dict[str, Any]) -> PackedCall:
+        """Reads the documents of a call.
+
+        Args:
+            named: the arguments of the model by name.
+
+        Raises:
+            LigerDistError: on this rank; the documents would mix.
+        """
+        if self._layers and sequence_axis_of(self._layers[0]) is not None:
+            return PackedCall(None, None)
+        documents = read_documents(named)
+        cache = next((name for name in CACHES if named.get(name) is not None), None)
+        if documents is None or (cache is not None and self.recurrent is None and documents.told_by == POSITIONS):
+            # With a cache, transformers takes a row for one text: generation, whose positions padding interrupts.
+            return PackedCall(None, None)
+        if documents.told_by is not None:
+            self._check(model, documents, documents.told_by, named)
+        if self.recurrent is None:
+            return PackedCall(documents, None)
+        # Generation is the model's own.
+        has_cache = any(named.get(name) is not None and named[name] is not False for name in (*CACHES, "use_cache"))
+        rows = None if has_cache else rows_of(documents)
+        return PackedCall(documents, rows, OF_DOCUMENTS if rows is None else ())
+
+    def _check(self, model: nn.Module, documents: Documents, told_by: str, named: dict[str, Any]) -> None:
+        what = f"{self._name} was called with packed documents ({SEEN[told_by]})"
+        cache = next((name for name in (*CACHES, "use_cache") if named.get(name) is not None), "use_cache")
+        reads_documents = self.recurrent is None and cache == "use_cache" and self._reads_documents()
+        if named.get(cache) and not reads_documents:
+            raise LigerDistError(
+                f"{what} and {cache}, but a cache holds one text for each row; pass use_cache=False."
+            )
+        reason = self._reason or (None if self.recurrent is None else self.recurrent.objection(model))
+        if reason is None and not _has_dense_mask(named):
+            reason = self._reason_of_attention() or self._reason_of_positions(documents, named)
+        if reason is not None:
+            raise LigerDistError(
+                f"{what}, but {reason}. Give each document a separate row and pad the rows (attention_mask), or leave "
+                f"{told_by} out, so that a row is one text (--attend_across_documents true in the training program)."
+            )
+
+    def objection(self) -> str | None:
+        """Says why packed documents would be refused, as a clause; None if they would not."""
+        return self._reason or self._reason_of_attention()
+
+    def _reason_of_attention(self) -> str | None:
+        """Says why attention would mix documents, as a clause: that which is selected now."""
+        implementation = self._implementation()
+        if implementation not in self._attention_reasons:
+            return (
+                f"its attention was set to {implementation!r} after liger_dist.wrap, which could not be tried "
+                "(select it before liger_dist.wrap)"
+            )
+        return self._attention_reasons[implementation]
+
+    def _implementation(self) -> str:
+        """The implementation of attention now; before it is selected, the one that will be."""
+        if self._selection is None and self.wanted is not None:
+            return self.wanted
+        return _implementation_of(self._own_config)
+
+    def _reason_of_positions(self, documents: Documents, named: dict[str, Any]) -> str | None:
+        """Says why the positions of a call do not show the model's own attention its documents, as a clause."""
+        positions = named.get(POSITIONS)
+        if positions is None:
+            is_image = any(isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 3 for x in named.values())
+            if self._has_image_positions and is_image:
+                return f"its positions of images are made for rows of one text (pass {POSITIONS} of each document)"
+            return None
+        if positions.dim() > 2 and not self._has_image_positions:
+            return f"{POSITIONS} has the shape {list(positions.shape)} (expected [B, S])"
+        if self._reads_documents():
+            return None
+        if not documents.positions_restart and documents.told_by != POSITIONS:
+            return f"{POSITIONS} run on, by which its attention separates them (leave them out, or restart them)"
+        if positions.dim() > 2 and not self._text_row:
+            return f"its attention separates them by {POSITIONS} [B, S], and these are {list(positions.shape)}"
+        return None
+
+    def _reads_documents(self) -> bool:
+        """True if attention gets the documents of a call, from this library or by their lengths."""
+        is_selected = self._selection is not None and self._selection.is_selected()
+        return is_selected or self._implementation().startswith(FLASH)
+
+    def keywords(self, call: PackedCall, named: dict[str, Any], *, has_labels: bool) -> dict[str, Any]:
+        """Returns further keywords of a call. A packed one has no cache, which would hold one text for each row, and
+        positions that begin anew in each document."""
+        documents = call.documents
+        if documents is None or not documents.is_packed:
+            return {"use_cache": False} if call.rows is not None and has_labels else {}
+        found: dict[str, Any] = {"use_cache": False} if named.get("use_cache") is None else {}
+        positions = named.get(POSITIONS)
+        inputs = next(named[name] for name in INPUTS if isinstance(named.get(name), Tensor))
+        if positions is None:
+            found[POSITIONS] = positions = documents.positions(inputs.device)
+        if self._text_row and not self._reads_documents() and isinstance(positions, Tensor) and len(positions) != 4:
+            of_text = documents.positions(positions.device)[None]
+            of_images = positions.expand(3, *documents.shape)
+            found[POSITIONS] = torch.cat([of_text.to(positions.dtype), of_images])
+        if self._implementation().startswith(FLASH) and named.get(LENGTHS) is None:
+            found |= lengths_of(documents)
+        return found
+
+    @contextmanager
+    def running(self, call: PackedCall) -> Iterator[None]:
+        """Within, the call runs."""
+        with ExitStack() as stack:
+            stack.enter_context(call_of(self, call.documents))
+            if self.recurrent is not None:
+                stack.enter_context(self.recurrent.running(call.rows))
+            yield
+
+    @untraced
+    def _check_decoder_call(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuses packed documents in a call of the decoder alone, whose arguments the model has not read, where its
+        own code does not keep them apart."""
+        is_own = self.recurrent is None and self._implementation() in (NAME, *self._right_by_themselves())
+        if is_own or in_backward() or current_call() is not None:
+            return  # In the call of a model, possibly another one that shares the decoder.
+        named = dict(zip(signature(decoder.forward).parameters, args, strict=False)) | kwargs
+        documents = read_documents(named)
+        if documents is not None and documents.told_by is not None and not _has_dense_mask(named):
+            raise LigerDistError(
+                f"{type(decoder).__name__} was called by itself with packed documents "
+                f"({SEEN[documents.told_by]}), which its layers would mix; call the {self._name} around it, with "
+                "output_hidden_states=True for its hidden states."
+            )
+
+    def _right_by_themselves(self) -> list[str]:
+        """Implementations of attention that keep documents apart without this library, by positions."""
+        own = self._selection is None or not self._selection.is_selected()
+        return [name for name, reason in self._attention_reasons.items() if reason is None] if own else []
+
+
+def _has_dense_mask(named: dict[str, Any]) -> bool:
+    """True if the caller has made the masks of attention."""
+    mask = named.get(MASK)
+    return isinstance(mask, dict) or (isinstance(mask, Tensor) and mask.dim() > 2)
+
+
+def _implementation_of(config: Any) -> str:
+    return str(getattr(config, "_attn_implementation", None))
+
+
+def find_packing(model: nn.Module, structure: Structure, *, varlen_attention: bool) -> PackedCalls:
+    """Tries how ``model`` keeps packed documents apart; it is not changed, no weight is read and no collective runs.
+
+    Args:
+        varlen_attention: True to select "liger_dist" attention where it computes the same as the model's.
+    """
+    mixers: tuple[type[nn.Module], ...] | None = ()
+    reason = None
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        reason = "its encoder and decoder take one text for each row"
+    else:
+        try:
+            mixers = find_recurrent_layers(model, structure.layers)
+        except LeftAloneError as error:
+            mixers, reason = None, str(error)
+    is_recurrent = bool(mixers) or (mixers is None and has_convolution(structure.layers))
+    recurrent = RecurrentLayers(model, mixers or ()) if is_recurrent else None
+    varlen_reason = reason_against_varlen(model, structure, has_recurrent=is_recurrent) if varlen_attention else NOT_WANTED
+    wanted = NAME if varlen_reason is None else None
+    if reason is not None:
+        return PackedCalls(
+            model, structure, recurrent, reason=reason, attention_reasons={}, wanted=wanted, varlen_reason=varlen_reason
+        )
+    runs = runs_in_rows(mixers or ())
+
+    def reason_of(attention: str, *, text_row: bool = False) -> str | None:
+        try:
+            found = token_dependency(
+                model, structure.layers, runs, is_packed=True, attention=attention, text_row=text_row
+            )
+        except CannotRunError as error:
+            return f"its forward does not run on made-up values of packed documents ({error})"
+        if found.mixer is not None:
+            return f"its {found.mixer.__name__} carries state from one document of a row into the next"
+        if found.attends_across:
+            return "its attention, which is the model's own, makes no mask of packed documents"
+        return "the results of a document depend on its place in the row" if found.counts_on else None
+
+    config = getattr(structure.decoder, "config", None)
+    own = _implementation_of(config)
+    tried = BY_LENGTHS if own.startswith(FLASH) else own if own == "sdpa" and not is_replaced() else EAGER
+    text_row = has_image_positions(config) and reason_of(tried, text_row=True) is None
+    reasons = {own: None if text_row else reason_of(tried)}
+    if own in OWN:
+        # The same masks, should another of them be set later.
+        reasons |= dict.fromkeys(MASKED, reasons[own])
+    masked = own if own in MASKED.values() else MASKED.get(own)
+    if reasons[own] is None:
+        reasons[NAME] = None
+    elif masked is not None and not is_replaced():
+        register_attention()
+        reasons[masked] = reasons[NAME] = reason_of(masked)
+        is_right = reasons[masked] is None and is_same_attention(model, structure.layers, tried, masked)
+        if wanted is None and is_right:
+            wanted = masked
+    return PackedCalls(
+        model,
+        structure,
+        recurrent,
+        reason=None,
+        attention_reasons=reasons,
+        wanted=wanted,
+        varlen_reason=varlen_reason,
+        text_row=text_row,
+    )
+
+
+def has_image_positions(config: Any) -> bool:
+    """True if the text decoder reads three positions of each token: of images in time, height and width."""
+    return "mrope_section" in str(getattr(config, "rope_parameters", None))
+
+
+def packing_objection(model: nn.Module) -> str | None:
+    """Says why a model that :func:`liger_dist.wrap` wraps would refuse packed documents, as a clause; None if it would
+    not. The model may be on the meta device; it is not changed.
+
+    Args:
+        model: a Hugging Face causal language model that is not wrapped, or a ``PeftModel`` of one; of a wrapped model,
+            ``explain(model).packing`` says more.
 
     Raises:
-        LigerDistError: the lengths do not add up to the tokens.
+        LigerDistError: the model has no lm_head.
     """
-    shape = _shape_of(named)
-    if shape is None or 0 in shape:
-        return None
-    found = _boundaries(named)
-    mask = named.get("attention_mask")
-    valid = mask.bool().cpu() if isinstance(mask, Tensor) and tuple(mask.shape) == shape else None
-    if valid is not None and not valid.all():
-        # As in attention, which ignores lengths beside a mask with padding.
-        return _padded(valid, is_packed=bool(found))
-    if not found:
-        return None
-    begins = {row * shape[1] for row in range(shape[0])}.union(*(places for _, places in found))
-    lengths = [end - first for first, end in pairwise([*sorted(begins), shape[0] * shape[1]])]
-    return DocumentRows(torch.arange(shape[0] * shape[1]), lengths, shape, is_packed=True)
+    model = base_model_of(model)
+    return find_packing(model, find_structure(model), varlen_attention=True).objection()
 
 
-def as_padded_rows(batch: dict[str, Any], documents: DocumentRows, ignore_index: int) -> dict[str, Any]:
-    """Returns the arguments of a call with each document in a row padded at its end, which every model keeps apart.
-
-    Args:
-        batch: the arguments that ``documents`` were read from; tensors ``[B, S, ...]``, and positions ``[n, B, S]``,
-            become rows.
-    """
-    device = next(batch[name] for name in INPUTS if isinstance(batch.get(name), Tensor)).device
-    rows: dict[str, Any] = {}
-    for name, value in batch.items():
-        fill = ignore_index if name in ("labels", "shift_labels") else 0
-        if name in OF_DOCUMENTS:
-            continue
-        if documents.is_of_tokens(value):
-            rows[name] = documents.padded(value.expand(*documents.shape, *value.shape[2:]), fill)
-        elif isinstance(value, Tensor) and value.dim() == 3 and tuple(value.shape[1:]) == documents.shape:
-            rows[name] = torch.stack([documents.padded(part, fill) for part in value])
-        else:
-            rows[name] = value
-    lengths = torch.tensor(documents.lengths, device=device)
-    longest = torch.arange(max(documents.lengths), device=device)
-    return rows | {"attention_mask": (longest < lengths[:, None]).long()}
-
-
-def _padded(valid: Tensor, *, is_packed: bool) -> DocumentRows | None:
-    """Returns one document for each row of a mask ``[B, S]`` with a token; None if all padding follows the texts and
-    the call has no lengths, which layers would read."""
-    lengths = valid.sum(1)
-    is_text_first = torch.arange(valid.shape[1]) < lengths[:, None]
-    if not lengths.any() or (torch.equal(valid, is_text_first) and not is_packed):
-        return None
-    places = valid.flatten().nonzero()[:, 0]
-    return DocumentRows(places, lengths[lengths > 0].tolist(), (valid.shape[0], valid.shape[1]), is_packed=False)
-
-
-def _boundaries(named: dict[str, Any]) -> list[tuple[str, list[int]]]:
-    """Lists the arguments that separate documents, with the places among ``B * S`` where they begin a document within a
-    row. Not kept from call to call: the host cannot know whether a tensor has been written to since."""
-    shape, mask = _shape_of(named), named.get("attention_mask")
-    if shape is None or 0 in shape:
-        return []
-    found = [(LENGTHS, _ends_within_rows(named, shape)), (SEQ_IDX, _changes(named.get(SEQ_IDX), shape, step=0))]
-    found = [(name, places) for name, places in found if places]
-    has_mask = isinstance(mask, Tensor) and mask.dim() == 2
-    if found or has_mask:
-        return found
-    positions = named.get(POSITIONS)
-    if isinstance(positions, Tensor) and positions.dim() == 3 and positions.shape[0] == 4:
-        # Those of the text, before the three of images.
-        positions = positions[0]
-    places = _changes(positions, shape, step=1)
-    return [(POSITIONS, places)] if places else []
-
-
-def _ends_within_rows(named: dict[str, Any], shape: tuple[int, int]) -> list[int]:
-    ends = named.get(LENGTHS)
-    ends = named.get("cu_seq_lens_k") if ends is None else ends
-    if not isinstance(ends, Tensor) or ends.is_meta:
-        return []
-    read: list[int] = ends.tolist()
-    total = shape[0] * shape[1]
-    if read[:1] != [0] or read[-1] != total or sorted(read) != read:
-        raise LigerDistError(
-            f"cu_seq_lens_q ends at {read[-1] if read else None} but the micro-batch has {total} tokens; expected the "
-            "sums of the lengths of all documents, from 0 to the number of tokens, padding included."
-        )
-    return [end for end in read if end % shape[1]]
-
-
-def _changes(numbers: Any, shape: tuple[int, int], *, step: int) -> list[int]:
-    """Lists the places of tokens whose number, ``[B, S]`` or ``[1, S]`` for all rows, is not that of the token before
-    plus ``step``."""
-    if not isinstance(numbers, Tensor) or numbers.is_meta or tuple(numbers.shape[-1:]) != shape[1:]:
-        return []
-    numbers = numbers[None] if numbers.dim() == 1 else numbers
-    if numbers.dim() != 2:
-        return []
-    begins = (numbers.diff() != step).cpu().expand(shape[0], -1).nonzero().tolist()
-    return [row * shape[1] + place + 1 for row, place in begins]
-
-
-def _shape_of(named: dict[str, Any]) -> tuple[int, int] | None:
-    inputs = next((named[name] for name in INPUTS if isinstance(named.get(name), Tensor)), None)
-    return None if inputs is None or inputs.dim() < 2 else (inputs.shape[0], inputs.shape[1])
+def is_recurrent(model: nn.Module) -> bool:
+    """True if layers other than attention read earlier tokens: recurrences and convolutions. Arguments and errors as of
+    :func:`packing_objection`."""
+    model = base_model_of(model)
+    layers = find_structure(model).layers
+    try:
+        return bool(find_recurrent_layers(model, layers))
+    except LeftAloneError:
+        return has_convolution(layers)

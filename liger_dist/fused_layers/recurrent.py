@@ -32,16 +32,14 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from liger_dist.errors import LigerDistError
-from liger_dist.model.peft import base_model_of
-from liger_dist.model.structure import Structure, find_structure
+from liger_dist.model.documents import OF_DOCUMENTS, POSITIONS
+from liger_dist.model.structure import Structure
 from liger_dist.model.torch_modes import in_backward, untraced
 from liger_dist_kernels import Backend
 
 from .convolution import reason_against
-from .document_mask import new_call
 from .document_rows import DocumentRows, Layout
 from .mixer_forward import MixerForward, functions_of_lengths
-from .packed_calls import OF_DOCUMENTS, POSITIONS, SEEN, WAYS, documents_of, packed_by
 from .swap import Kind, LeftAloneError, check_swappable, match_of, original_forward, swap_forward
 from .token_dependency import CannotRunError, Run, token_dependency
 
@@ -57,22 +55,11 @@ class RecurrentLayers:
 
     Args:
         mixers: classes of the modules that are computed on rows of single documents.
-        reasons: for each of :data:`WAYS` in which documents would still mix, the reason as a clause.
-        attends_across: those of :data:`WAYS` that the model's original attention ignores.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        mixers: Sequence[type[nn.Module]],
-        reasons: dict[tuple[str, ...], str],
-        attends_across: Sequence[tuple[str, ...]] = (),
-    ) -> None:
+    def __init__(self, model: nn.Module, mixers: Sequence[type[nn.Module]]) -> None:
         self.mixers = tuple(mixers)
         self._name = type(model).__name__
-        self._reasons = reasons
-        self._attends_across = tuple(attends_across)
-        self._has_varlen: Callable[[], bool] = bool  # False.
         self._backend: Backend | None = None
         self._read_lengths: dict[type[nn.Module], frozenset[str]] = {}
         """mixers that compute one row of all documents, and the functions that are replaced for it"""
@@ -91,17 +78,13 @@ class RecurrentLayers:
         vars(made).update(copy.deepcopy(self.__getstate__(), memo), _copied_from=self)
         return made
 
-    def __str__(self) -> str:
-        by_reason: dict[str, list[str]] = {}
-        for way in WAYS:
-            reason = self.reason_against(way)
-            if reason is not None:
-                by_reason.setdefault(reason, []).append(" with ".join(way))
-        apart = []
+    def lines(self) -> list[str]:
+        """Says how documents are kept apart, as clauses."""
+        found = []
         for how, is_how in (("one row per document", False), ("one row of all documents, with their lengths", True)):
             names = [mixer.__name__ for mixer in self.mixers if (mixer in self._read_lengths) is is_how]
-            apart += [f"{', '.join(names)}: {how}"] if names else []
-        return "; ".join(apart + [f"not separated by {', '.join(ways)}: {why}" for why, ways in by_reason.items()])
+            found += [f"{', '.join(names)}: {how}"] if names else []
+        return found
 
     def install(
         self,
@@ -109,27 +92,21 @@ class RecurrentLayers:
         structure: Structure,
         *,
         owner: str,
-        has_varlen: Callable[[], bool],
         backend: Backend | None,
-    ) -> tuple[RemovableHandle, RemovableHandle]:
-        """Swaps the forward of the mixing modules; returns hooks of the decoder.
+    ) -> RemovableHandle:
+        """Swaps the forward of the mixing modules; returns a hook of the decoder.
 
         Args:
             owner: id of the ``wrap`` call.
-            has_varlen: returns True while "liger_dist" attention is selected, which reads the lengths of documents.
             backend: of the convolutions; None: without kernels.
         """
-        self._has_varlen, self._backend = has_varlen, backend
+        self._backend = backend
         if backend is not None:
             self._read_lengths = self._found_to_read_lengths(model, structure)
-        decoder = structure.decoder
         for module in model.modules():
             if type(module) in self.mixers:
                 swap_forward(module, RECURRENT, self, owner=owner)
-        return (
-            decoder.register_forward_pre_hook(self._check_decoder_call, with_kwargs=True),
-            decoder.register_forward_hook(self._note_documents),
-        )
+        return structure.decoder.register_forward_hook(self._note_documents)
 
     def _found_to_read_lengths(self, model: nn.Module, structure: Structure) -> dict[type[nn.Module], frozenset[str]]:
         """Finds the mixers that separate documents by their lengths, by a run without weights."""
@@ -138,12 +115,12 @@ class RecurrentLayers:
             for mixer in self.mixers
             if functions_of_lengths(mixer.forward)
         }
-        if not forwards or (POSITIONS,) in self._reasons:
+        if not forwards:
             return {}
         runs: dict[type[nn.Module], Run] = dict.fromkeys(self.mixers, _run_of_class)
         runs |= {mixer: partial(_in_one_row, forward) for mixer, forward in forwards.items()}
         try:
-            found = token_dependency(model, structure.layers, (POSITIONS,), runs)
+            found = token_dependency(model, structure.layers, runs, is_packed=True)
         except CannotRunError:
             # What the fallbacks do not compute by lengths stays in rows, and ``explain`` says so.
             return {}
@@ -178,96 +155,23 @@ class RecurrentLayers:
                     swapped[f"{name}: convolution (causal, depthwise)"] += 1
         return swapped, left
 
-    @untraced
-    def _check_decoder_call(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Refuses packed documents in a call of the decoder alone, whose arguments the model has not read."""
-        if in_backward() or _DOCUMENTS.get():
-            return  # In the call of a model, possibly another one that shares the decoder.
-        named = dict(zip(signature(decoder.forward).parameters, args, strict=False)) | kwargs
-        way = packed_by(named)
-        if way:
-            raise LigerDistError(
-                f"{type(decoder).__name__} was called by itself with packed documents "
-                f"({', '.join(SEEN[name] for name in way)}), which its recurrent layers would mix; call the "
-                f"{self._name} around it, with output_hidden_states=True for its hidden states."
-            )
-
-    def documents(self, model: nn.Module, named: dict[str, Any]) -> DocumentRows | None:
-        """Reads the documents of a call, see :func:`.packed_calls.documents_of`; None for one text in each row.
-
-        Args:
-            named: the arguments of the model by name.
-
-        Raises:
-            LigerDistError: on this rank; the documents would mix.
-        """
-        way = packed_by(named)
-        cache = next((name for name in _STATES if named.get(name) is not None), "use_cache")
-        if way and named.get(cache):
-            raise LigerDistError(
-                f"{self._name} was called with packed documents ({', '.join(SEEN[name] for name in way)}) and {cache}, "
-                "but a cache holds one text for each row; pass use_cache=False."
-            )
-        self._check(named, way)
-        if way:
-            self._check_mixers(model)
-        documents = None if named.get(cache) else documents_of(named)  # Generation is the model's own.
-        if way and documents is not None and not documents.is_packed:
-            raise LigerDistError(
-                f"{way[0]} separates documents beside a 2-D attention_mask with padding, which makes a row one text; "
-                "leave the mask out and count padding as a document, or give each document a separate row."
-            )
-        return documents
-
-    def _check(self, named: dict[str, Any], way: tuple[str, ...]) -> None:
-        reason = self.reason_against(way)
-        if reason is None or (way not in self._reasons and self._positions_suffice(named)):
-            return
-        others = [" and ".join(other) for other in WAYS if self.reason_against(other) is None]
-        apart = f"Tell documents apart by {others[0]}, which keeps them apart; or give" if others else "Give"
-        raise LigerDistError(
-            f"{self._name} was called with packed documents ({', '.join(SEEN[name] for name in way)}), but {reason}. "
-            f"{apart} each document a separate row and pad the rows (attention_mask), or leave {' and '.join(way)} "
-            "out, so that a row is one text (--attend_across_documents true in the training program)."
-        )
-
-    def _check_mixers(self, model: nn.Module) -> None:
-        """Refuses packed documents where a layer of the classes that mix them has been put in after ``wrap``."""
+    def objection(self, model: nn.Module) -> str | None:
+        """Says why a layer would mix documents, as a clause: one of the classes that do has been put in since."""
         added = next((module for module in model.modules() if type(module) in self.mixers), None)
-        if added is not None:
-            name = next(name for name, module in model.named_modules() if module is added)
-            raise LigerDistError(
-                f"{self._name} was called with packed documents, but {name} has been exchanged since liger_dist.wrap "
-                "and would mix them; call liger_dist.unwrap(model) and wrap it again."
-            )
-
-    def _positions_suffice(self, named: dict[str, Any]) -> bool:
-        """True if the model's original attention separates the documents by ``position_ids`` beside other arguments."""
-        others = {name: value for name, value in named.items() if name not in OF_DOCUMENTS}
-        return packed_by(others) == (POSITIONS,) and self.reason_against((POSITIONS,)) is None
-
-    def reason_against(self, way: tuple[str, ...]) -> str | None:
-        """Says why arguments do not keep documents apart, as a clause; None if they do."""
-        if way in self._reasons:
-            return self._reasons[way]
-        if way in self._attends_across and not self._has_varlen():
-            return "its attention, which is the model's own, does not read them"
-        return None
-
-    def keywords(self, documents: DocumentRows | None, *, has_labels: bool) -> dict[str, Any]:
-        """Returns further keywords of a call: no cache, which would hold one text for each row, and lengths for
-        "liger_dist" attention, because some models make their masks without positions."""
-        if documents is None or not (documents.is_packed or has_labels):
-            return {}
-        with_lengths = documents.is_packed and self._has_varlen()
-        return {"use_cache": False} | (documents.keywords if with_lengths else {})
+        if added is None:
+            return None
+        name = next(name for name, module in model.named_modules() if module is added)
+        return (
+            f"{name} has been exchanged since liger_dist.wrap and would mix them (call liger_dist.unwrap(model) and "
+            "wrap it again)"
+        )
 
     @contextmanager
     def running(self, documents: DocumentRows | None) -> Iterator[None]:
-        """Within, a call with these documents runs."""
+        """Within, a call with these documents runs; None for rows of one text each."""
         self._in_backward.clear()
         self._last, self._copied_from = documents, None
-        with self.apart(documents), new_call():
+        with self.apart(documents):
             yield
 
     @contextmanager
@@ -311,81 +215,41 @@ class RecurrentLayers:
                 leaf.register_hook(note)
 
 
-def packing_objection(model: nn.Module) -> str | None:
-    """Says why a model that :func:`liger_dist.wrap` wraps would refuse documents packed by ``position_ids`` that
-    restart, as a clause; None if it would not. The model may be on the meta device; it is not changed.
+def find_recurrent_layers(model: nn.Module, layers: Sequence[nn.Module]) -> tuple[type[nn.Module], ...]:
+    """Runs the model's code on rows of two documents, see :mod:`.token_dependency`, to find the classes whose modules
+    carry state from one into the next; no weight is read, and no collective runs.
 
     Args:
-        model: a Hugging Face causal language model that is not wrapped, or a ``PeftModel`` of one; of a wrapped model,
-            ``explain(model).packing`` says more.
-
-    Raises:
-        LigerDistError: the model has no lm_head.
-    """
-    found = _found_in(model)
-    return None if found is None else found.reason_against((POSITIONS,))
-
-
-def is_recurrent(model: nn.Module) -> bool:
-    """True if layers other than attention read earlier tokens: recurrences and convolutions. Arguments and errors as of
-    :func:`packing_objection`."""
-    return _found_in(model) is not None
-
-
-def _found_in(model: nn.Module) -> RecurrentLayers | None:
-    model = base_model_of(model)
-    return find_recurrent_layers(model, find_structure(model))
-
-
-def find_recurrent_layers(model: nn.Module, structure: Structure) -> RecurrentLayers | None:
-    """Runs the model's code on two documents, see :mod:`.token_dependency`; no weight is read, and no collective runs.
+        layers: the decoder layers.
 
     Returns:
-        None for a model in which only attention reads other tokens.
-    """
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        return None
-    try:
-        first = token_dependency(model, structure.layers, ()).mixer
-    except CannotRunError as error:
-        convolution = next(_with_convolution(structure.layers), None)
-        if convolution is None:
-            return None
-        unknown = f"its {convolution} mixes tokens by a convolution or recurrence, and could not be probed ({error})"
-        return RecurrentLayers(model, (), dict.fromkeys(WAYS, unknown))
-    if first is None:
-        return None
-    mixers: dict[type[nn.Module], Run] = {}
-    reasons: dict[tuple[str, ...], str] = {}
-    attends_across: list[tuple[str, ...]] = []
-    for way in WAYS:
-        try:
-            if _separate(model, structure, way, mixers):
-                attends_across.append(way)
-        except LeftAloneError as reason:
-            reasons[way] = str(reason)
-    if mixers and reasons:
-        # What rows do not explain with one argument, they do not explain with another.
-        carries = f"its {first.__name__} carries state from one document of a row into the next"
-        return RecurrentLayers(model, (), dict.fromkeys(WAYS, carries) | reasons)
-    return RecurrentLayers(model, tuple(mixers), reasons, attends_across)
-
-
-def _separate(model: nn.Module, structure: Structure, way: tuple[str, ...], mixers: dict[type[nn.Module], Run]) -> bool:
-    """Adds the classes whose modules mix documents to ``mixers``, until none does; returns True if the model's original
-    attention still does.
+        The classes that have to be computed on rows of single documents; empty for a model in which only attention
+        reads other tokens.
 
     Raises:
-        LeftAloneError: rows do not keep documents apart, or the code does not run.
+        LeftAloneError: rows do not keep documents apart, or the code does not run; with the reason as a clause.
     """
+    try:
+        found = token_dependency(model, layers, is_packed=False)
+    except CannotRunError as error:
+        convolution = next(_with_convolution(layers), None)
+        if convolution is None:
+            raise LeftAloneError(f"its forward does not run on made-up values ({error})") from error
+        raise LeftAloneError(
+            f"its {convolution} mixes tokens by a convolution or recurrence, and could not be probed ({error})"
+        ) from error
+    if found.mixer is None:
+        return ()
+    mixers: dict[type[nn.Module], Run] = {}
+    first = f"its {found.mixer.__name__} carries state from one document of a row into the next"
     while True:
         try:
-            found = token_dependency(model, structure.layers, way, mixers)
+            mixer = token_dependency(model, layers, mixers, is_packed=True).mixer
         except CannotRunError as error:
-            raise LeftAloneError(f"its own code does not take them ({error})") from error
-        mixer = found.mixer
+            # What rows do not explain, or code that takes no positions.
+            raise LeftAloneError(f"{first}, and its code does not run on rows of documents ({error})") from error
         if mixer is None:
-            return found.attends_across
+            return tuple(mixers)
         carries = f"its {mixer.__name__} carries state from one document of a row into the next"
         if mixer in mixers or len(mixers) == MOST_KINDS:
             raise LeftAloneError(carries)
@@ -398,6 +262,11 @@ def _separate(model: nn.Module, structure: Structure, way: tuple[str, ...], mixe
         except LeftAloneError as reason:
             raise LeftAloneError(f"{carries}, and {reason}") from reason
         mixers[mixer] = _run_of_class
+
+
+def runs_in_rows(mixers: Sequence[type[nn.Module]]) -> dict[type[nn.Module], Run]:
+    """Returns how :func:`.token_dependency.token_dependency` computes these classes."""
+    return dict.fromkeys(mixers, _run_of_class)
 
 
 def _run_of_class(module: nn.Module, documents: DocumentRows, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -443,6 +312,11 @@ def _hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dim() > 2:
             return leaf
     raise CannotRunError("no argument has the shape [B, S, D]")
+
+
+def has_convolution(layers: Sequence[nn.Module]) -> bool:
+    """True if a module in ``layers`` has a convolution or a recurrence of torch."""
+    return next(_with_convolution(layers), None) is not None
 
 
 def _with_convolution(layers: Sequence[nn.Module]) -> Iterator[str]:

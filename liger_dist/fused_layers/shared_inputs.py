@@ -71,7 +71,7 @@ def _run(
                 child.register_forward_pre_hook(partial(note, parent, name), with_kwargs=True)
         try:
             with TokenByToken(PAIR):
-                model(input_ids=token_ids(model).to(device), **dict(call_arguments(model, {}, device)))
+                model(input_ids=token_ids(model).to(device), **dict(call_arguments(model, {})))
         except CannotRunError:
             raise
         except Exception as error:

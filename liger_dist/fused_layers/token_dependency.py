@@ -23,7 +23,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -40,16 +40,17 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from liger_dist.model.decorators import installed_function
+from liger_dist.model.documents import LENGTHS, LENGTHS_OF_KEYS, POSITIONS, Documents, call_of, read_documents
 from liger_dist.model.quantized import is_quantized_linear
 from liger_dist.model.stand_ins import swapped, torch_defaults
 from liger_dist.model.structure import full_shape
 from liger_dist.sharding.process_groups import compute_device
 
-from .document_rows import DocumentRows
+from .document_rows import DocumentRows, rows_of
 from .mixer_forward import fallback_of
-from .packed_calls import LENGTHS, POSITIONS, SEQ_IDX, documents_of
 from .replaced_globals import called_functions
 
 DOCUMENTS = (7, 6)
@@ -62,6 +63,8 @@ SMALL = 2**16
 FRAMEWORKS = ("transformers.", "accelerate.", "torch.")
 """modules whose patched forwards move, gather and reduce tensors around the forward of the class"""
 EAGER = "eager"
+BY_LENGTHS = "liger_dist_by_lengths"
+"""attention of a trial that stands for FlashAttention, which reads the lengths of documents"""
 IMPLEMENTATIONS = ("_attn_implementation", "_experts_implementation")
 """settings of transformers' configs; under "eager" the model's file computes, which no host replaces"""
 UNLIKELY = -1e30
@@ -103,87 +106,151 @@ NONE_IN_ROWS: Mapping[type[nn.Module], Run] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class Found:
-    """How tokens depend on another document of their row, beside the attention that a mask keeps apart."""
+    """How tokens depend on another document of their row."""
 
-    mixer: type[nn.Module] | None
+    mixer: type[nn.Module] | None = None
     """class of a module that carries state from one document into the next; None if there is none"""
-    attends_across: bool
-    """True if the model's original attention reads other documents: its mask has only one text for each row"""
+    attends_across: bool = False
+    """True if attention reads other documents: its mask has only one text for each row"""
+    counts_on: bool = False
+    """True if the result of a document depends on its place in the row"""
 
 
 def token_dependency(
     model: nn.Module,
     layers: Sequence[nn.Module],
-    told_by: Collection[str],
     in_rows: Mapping[type[nn.Module], Run] = NONE_IN_ROWS,
+    *,
+    is_packed: bool,
+    attention: str = EAGER,
+    text_row: bool = False,
 ) -> Found:
-    """Finds a module that carries state from one document of a row into the next.
+    """Finds out whether a document of a packed row depends on the others.
 
     Args:
         layers: the decoder layers of ``model``.
-        told_by: names of the arguments that separate documents: :data:`POSITIONS`, :data:`LENGTHS`,
-            :data:`SEQ_IDX`. Without any, a row is one text.
         in_rows: classes of modules that are computed on rows of single documents.
+        is_packed: True for a call that tells documents apart; False for one in which a row is one text.
+        attention: the implementation that computes attention.
+        text_row: True to give positions ``[4, B, S]``, of the text and then the three of images.
 
     Raises:
         CannotRunError: the model's forward raised, does not accept an argument, or computed NaN or Inf.
     """
-    # Some forwards need all layers: they count them, or keep their parts in several lists.
-    attempts: list[tuple[Sequence[nn.Module], bool]] = [(layers, False), ((), False)]
-    if LENGTHS in told_by:
-        # Kernels accept lengths for a single row only.
-        attempts.append((layers, True))
     failures = []
-    for kept, in_one_row in attempts:
+    # Some forwards need all layers: they count them, or keep their parts in several lists.
+    for kept in (layers, ()):
+        trial = _Trial(model, kept, in_rows, attention, text_row)
         try:
-            return _found_in_both_modes(model, kept, told_by, in_rows, in_one_row)
+            found = trial.run(is_packed=is_packed, training=False)
+            if not is_packed or found.mixer is not None:
+                return found
+            # Training may run other functions.
+            found = trial.run(is_packed=True, training=True)
+            if found.mixer is not None or found.attends_across:
+                return found
+            return Found(counts_on=trial.counts_on())
         except CannotRunError as failure:
             failures.append(failure)
     raise failures[0]
 
 
-def _found_in_both_modes(
-    model: nn.Module,
-    kept: Sequence[nn.Module],
-    told_by: Collection[str],
-    in_rows: Mapping[type[nn.Module], Run],
-    in_one_row: bool,
-) -> Found:
-    found = _found(model, kept, told_by, in_rows, in_one_row, training=False)
-    if not told_by or found.mixer is not None or (in_rows and tuple(told_by) != (POSITIONS,)):
-        return found
-    # Training runs other functions, with and without lengths; in rows the modules get no lengths.
-    return _found(model, kept, told_by, in_rows, in_one_row, training=True)
+@dataclass(frozen=True)
+class _Trial:
+    """Runs of a model on two pairs of documents, see [Note: a run without weights]."""
 
+    model: nn.Module
+    layers: Sequence[nn.Module]
+    in_rows: Mapping[type[nn.Module], Run]
+    attention: str
+    text_row: bool = False
 
-def _found(
-    model: nn.Module,
-    layers: Sequence[nn.Module],
-    told_by: Collection[str],
-    in_rows: Mapping[type[nn.Module], Run],
-    in_one_row: bool,
-    *,
-    training: bool,
-) -> Found:
-    with ExitStack() as stack:
-        device = stack.enter_context(dummy_run(model, layers, EAGER))
-        ids = token_ids(model).reshape(1 if in_one_row else 2, -1).to(device)
-        given = dict(call_arguments(model, _documents(told_by, in_one_row), device))
-        for module in model.modules():
-            module.training = training
-            module.register_forward_hook(_compare_documents, with_kwargs=True)
-        _compute_in_rows(model, in_rows, ids, given)
-        tokens = TokenByToken(ids.shape[1])
+    def run(self, *, is_packed: bool, training: bool) -> Found:
+        """Runs both pairs, up to the first module that mixes documents."""
+        with self._prepared(training=training) as device:
+            for module in self.model.modules():
+                module.register_forward_hook(_compare_documents, with_kwargs=True)
+            tokens = TokenByToken(PAIR)
+            try:
+                self._forward(token_ids(self.model).to(device), tokens, DOCUMENTS if is_packed else None)
+            except _FoundError as found:
+                return Found(found.kind, tokens.attends_across)
+        return Found(None, tokens.attends_across)
+
+    def counts_on(self) -> bool:
+        """True if the second documents give other results alone than packed."""
+        packed = self.results(DOCUMENTS, is_packed=True)
+        alone = self.results(DOCUMENTS[1:], is_packed=True)
+        second = slice(DOCUMENTS[0], None)
+        return not all(_agree([torch.stack([x[:, second], y])]) for x, y in zip(packed, alone, strict=True))
+
+    def results(self, lengths: Sequence[int], *, is_packed: bool) -> list[Tensor]:
+        """Returns the tensors ``[B, S, ...]`` of the model's output for the last documents of both pairs, with the
+        attention of the model.
+
+        Args:
+            lengths: tokens of the documents.
+        """
+        with self._prepared(training=False) as device:
+            ids = token_ids(self.model)[:, -sum(lengths) :].to(device)
+            tokens = TokenByToken(sum(lengths), attends=True)
+            return _of_tokens(self._forward(ids, tokens, lengths if is_packed else None), sum(lengths))
+
+    @contextmanager
+    def _prepared(self, *, training: bool) -> Iterator[torch.device]:
+        with dummy_run(self.model, self.layers, self.attention) as device:
+            for module in self.model.modules():
+                module.training = training
+            yield device
+
+    def _forward(self, ids: Tensor, tokens: TokenByToken, lengths: Sequence[int] | None) -> Any:
+        """Calls the model as for documents of these lengths in each row."""
+        given: dict[str, Any] = {}
+        documents = None
+        if lengths is not None:
+            positions = torch.cat([torch.arange(length) for length in lengths]).expand(len(ids), -1)
+            documents = read_documents({"input_ids": ids, POSITIONS: positions})
+            rows = rows_of(documents) if documents is not None and documents.is_packed else None
+            _compute_in_rows(self.model, self.in_rows, rows)
+            positions = positions.to(ids.device)
+            given = {POSITIONS: positions.expand(4, -1, -1) if self.text_row else positions}
+            given |= lengths_of(documents) if self.attention == BY_LENGTHS and documents is not None else {}
         try:
-            with tokens:
-                model(input_ids=ids, **given)
-        except _FoundError as found:
-            return Found(found.kind, tokens.attends_across)
-        except CannotRunError:
+            with call_of(self, documents), tokens:
+                return self.model(input_ids=ids, **dict(call_arguments(self.model, given)))
+        except (CannotRunError, _FoundError):
             raise
         except Exception as error:
             raise CannotRunError(f"{type(error).__name__}: {error}") from error
-    return Found(None, tokens.attends_across)
+
+
+def lengths_of(documents: Documents) -> dict[str, Any]:
+    """Returns the lengths of documents as transformers' keywords of FlashAttention, on the CPU."""
+    lengths = documents.lengths
+    ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    return {LENGTHS: ends, LENGTHS_OF_KEYS: ends, "max_length_q": max(lengths), "max_length_k": max(lengths)}
+
+
+def _of_tokens(output: Any, length: int) -> list[Tensor]:
+    """The tensors ``[B, S, ...]`` of numbers in a model's output."""
+    leaves = [leaf for leaf in tree_leaves(dict(output) if hasattr(output, "items") else output)]
+    is_of_tokens = [
+        isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dim() > 2 and leaf.shape[1] == length
+        for leaf in leaves
+    ]
+    return [leaf.float() for leaf, wanted in zip(leaves, is_of_tokens, strict=True) if wanted]
+
+
+def is_same_attention(model: nn.Module, layers: Sequence[nn.Module], one: str, other: str) -> bool:
+    """True if the model computes the same with two implementations of attention, of rows with one text each."""
+    results = []
+    for attention in (one, other):
+        trial = _Trial(model, layers, NONE_IN_ROWS, attention)
+        try:
+            results.append(trial.results(DOCUMENTS, is_packed=False))
+        except CannotRunError:
+            return False
+    return all(_agree([torch.stack(pair)]) for pair in zip(*results, strict=True))
 
 
 def passes_masks_on(model: nn.Module, layers: Sequence[nn.Module], implementation: str) -> bool:
@@ -191,12 +258,13 @@ def passes_masks_on(model: nn.Module, layers: Sequence[nn.Module], implementatio
     their type."""
     padding = torch.ones(2, PAIR, dtype=torch.int64)
     padding[0, : DOCUMENTS[0]] = 0
-    arguments: tuple[dict[str, Any], ...] = (_documents((POSITIONS,), False), {"attention_mask": padding})
-    for given in arguments:
+    positions = torch.cat([torch.arange(length) for length in DOCUMENTS]).expand(2, -1)
+    for given in ({POSITIONS: positions}, {"attention_mask": padding}):
         with dummy_run(model, layers, implementation) as device:
+            on_device = {name: value.to(device) for name, value in given.items()}
             try:
                 with TokenByToken(PAIR):
-                    model(input_ids=token_ids(model).to(device), **dict(call_arguments(model, given, device)))
+                    model(input_ids=token_ids(model).to(device), **dict(call_arguments(model, on_device)))
             except Exception:
                 # Whatever a model's code raises for a mask that is no tensor: it keeps its own attention, and
                 # ``explain`` shows that reason.
@@ -260,10 +328,9 @@ def _by_torch(model: nn.Module) -> Iterator[None]:
 
 
 def _compute_in_rows(
-    model: nn.Module, in_rows: Mapping[type[nn.Module], Run], ids: Tensor, given: dict[str, Any]
+    model: nn.Module, in_rows: Mapping[type[nn.Module], Run], documents: DocumentRows | None
 ) -> None:
     """Patches the forwards of modules of the classes ``in_rows``, for one run."""
-    documents = documents_of({"input_ids": ids, **given}) if in_rows else None
     if documents is None:
         return
 
@@ -286,24 +353,6 @@ def _compute_in_rows(
             vars(module)["forward"] = on_rows(module, documents)
 
 
-def _documents(told_by: Collection[str], in_one_row: bool) -> dict[str, Tensor | int]:
-    """Builds the arguments that separate the documents: a pair in each of two rows, or both pairs in one row."""
-    arguments: dict[str, Tensor | int] = {}
-    if POSITIONS in told_by:
-        arguments[POSITIONS] = torch.cat([torch.arange(length) for length in DOCUMENTS]).expand(2, -1)
-    elif in_one_row:
-        # They restart between the pairs, whose positions would differ, and not within them.
-        arguments[POSITIONS] = torch.arange(PAIR).repeat(2)[None]
-    if LENGTHS in told_by:
-        ends = torch.tensor([0, *accumulate(DOCUMENTS * 2)], dtype=torch.int32)
-        arguments |= {LENGTHS: ends, "cu_seq_lens_k": ends}
-        arguments |= {"max_length_q": max(DOCUMENTS), "max_length_k": max(DOCUMENTS)}
-    if SEQ_IDX in told_by:
-        number = torch.arange(2, dtype=torch.int32).repeat_interleave(torch.tensor(DOCUMENTS))
-        arguments[SEQ_IDX] = torch.cat([number, number + 2])[None] if in_one_row else number.repeat(2, 1)
-    return arguments
-
-
 def _compare_documents(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     outputs = _second_documents(output if isinstance(output, tuple | list) else [output])
     if not all(bool(tensor.isfinite().all()) for tensor in outputs):
@@ -321,7 +370,7 @@ def _second_documents(values: Sequence[Any]) -> list[Tensor]:
     found = []
     for value in values:
         is_of_numbers = isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 2
-        if is_of_numbers and value.shape[:2] in ((2, PAIR), (1, 2 * PAIR)) and value.shape[-1] != value.shape[1]:
+        if is_of_numbers and value.shape[:2] == (2, PAIR) and value.shape[-1] != PAIR:
             found.append(value.reshape(2, PAIR, -1)[:, DOCUMENTS[0] :])
     return found
 
@@ -330,15 +379,13 @@ def _agree(tensors: list[Tensor]) -> bool:
     return all(bool((one - other).abs().max() <= TOLERANCE * one.abs().max()) for one, other in tensors if one.numel())
 
 
-def call_arguments(
-    model: nn.Module, packed_by: dict[str, Tensor | int], device: torch.device
-) -> Iterator[tuple[str, Any]]:
+def call_arguments(model: nn.Module, given: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yields what the model's forward accepts of ``given``, and no cache."""
     parameters = signature(model.forward).parameters
     takes_more = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values())
-    for name, value in packed_by.items():
-        if name not in parameters and not takes_more:
-            raise CannotRunError(f"{type(model).__name__} takes no {name}")
-        yield name, value.to(device) if isinstance(value, Tensor) else value
+    for name, value in given.items():
+        if name in parameters or takes_more:
+            yield name, value
     if "use_cache" in parameters or takes_more:
         yield "use_cache", False
 
@@ -366,11 +413,12 @@ class TokenByToken(TorchFunctionMode):
 
     Args:
         length: tokens of a row.
+        attends: True to compute attention as the model does, to all keys that its mask allows.
     """
 
-    def __init__(self, length: int) -> None:
+    def __init__(self, length: int, *, attends: bool = False) -> None:
         super().__init__()
-        self._length = length
+        self._length, self._attends = length, attends
         self.attends_across = False
         """True if a score of another document's key is not masked"""
 
@@ -388,13 +436,32 @@ class TokenByToken(TorchFunctionMode):
             return given[0]  # RWKV scales its weights for evaluation.
         if name == "dropout":
             return given[0]
+        if self._attends:
+            if name == "topk" and given[0].dim() > 2 and given[0].shape[-1] == self._length:
+                # Keys that an indexer selects: among equal scores any may be.
+                return func(given[0], self._length, **{key: x for key, x in (kwargs or {}).items() if key != "k"})
+            return func(*args, **kwargs or {})
         if name == "scaled_dot_product_attention":
+            self._note_mask(*args, **kwargs or {})
             query, value = given[0], given[2]
             return value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
         if name in ("softmax", "logsumexp") and given[0].dim() > 2:
             scores = self._of_own_key(given[0])
             return func(scores, *args[1:], **{key: value for key, value in (kwargs or {}).items() if key != "input"})
         return func(*args, **kwargs or {})
+
+    def _note_mask(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: Any, **kwargs: Any
+    ) -> None:
+        """Notes whether the mask of ``scaled_dot_product_attention`` keeps documents of a row apart."""
+        if query.shape[-2] != self._length or key.shape[-2] < self._length:
+            return
+        if attn_mask is None:
+            self.attends_across = True
+            return
+        of_others = attn_mask.expand(*attn_mask.shape[:-2], self._length, -1)[..., DOCUMENTS[0] : PAIR, : DOCUMENTS[0]]
+        likely = of_others if attn_mask.dtype == torch.bool else of_others > UNLIKELY
+        self.attends_across |= bool(likely.any())
 
     def _of_own_key(self, scores: Tensor) -> Tensor:
         """Masks the scores ``[..., S, K]`` of other tokens' keys; returns any other tensor unchanged."""

@@ -17,7 +17,7 @@ from models import assert_below, norm_errors
 from torch import Tensor
 
 import liger_dist
-from liger_dist.fused_layers.recurrent import is_recurrent
+from liger_dist.fused_layers.packed_calls import is_recurrent
 from liger_dist.sharding.process_groups import compute_device
 
 LENGTHS = (5, 1, 4, 2)

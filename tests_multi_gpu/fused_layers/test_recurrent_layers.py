@@ -19,9 +19,9 @@ from models import HYBRIDS, gradient_errors, make_model
 from torch import Tensor, nn
 
 import liger_dist
-from liger_dist.fused_layers.document_rows import MOST_PADDING, Layout, grouped, rounded_up
-from liger_dist.fused_layers.packed_calls import documents_of, packed_by
-from liger_dist.fused_layers.recurrent import is_recurrent, packing_objection
+from liger_dist.fused_layers.document_rows import MOST_PADDING, DocumentRows, Layout, grouped, rounded_up, rows_of
+from liger_dist.fused_layers.packed_calls import is_recurrent, packing_objection
+from liger_dist.model.documents import read_documents
 from liger_dist.sharding.process_groups import compute_device
 
 FAMILIES = tuple(HYBRIDS)
@@ -210,7 +210,7 @@ def test_explain_shows_how_documents_are_kept_apart() -> None:
     assert is_recurrent(make_model("qwen3_5_text"))
     assert packing_objection(make_model("qwen3_5_text")) is None
     assert not is_recurrent(make_model("llama"))
-    assert liger_dist.explain(wrapped(make_model("llama"))).packing is None
+    assert liger_dist.explain(wrapped(make_model("llama"))).packing == "attention: by their lengths"
 
 
 def test_projections_sharded_one_by_one_are_called_as_often_on_every_rank(workers_2: Workers) -> None:
@@ -259,6 +259,12 @@ def test_distillation_of_packed_documents() -> None:
     assert float(loss.detach()) == pytest.approx(total, abs=TOLERANCE)
 
 
+def documents_of(named: dict[str, Any]) -> DocumentRows | None:
+    documents = read_documents(named)
+    assert documents is not None
+    return rows_of(documents)
+
+
 def places(**named: Any) -> list[list[int]] | None:
     documents = documents_of({"input_ids": on_device.zeros(2, 6, dtype=torch.long), **named})
     if documents is None:
@@ -292,7 +298,36 @@ def test_the_documents_of_a_call() -> None:
     assert places(attention_mask=on_device.zeros(2, 6)) is None
     with pytest.raises(liger_dist.LigerDistError, match="ends at 11 but the micro-batch has 12 tokens"):
         places(cu_seq_lens_q=on_device.tensor([0, 4, 6, 11]))
-    assert places(seq_idx=on_device.tensor([[0, 0, 0, 0, 1, 1]]), attention_mask=mask) == [[2, 3, 4, 5], [6, 7, 9]]
+    # The three positions of images may jump within a text, and do not go back.
+    image = on_device.tensor([[0, 1, 1, 1, 3, 4], [0, 1, 1, 2, 3, 4], [0, 1, 2, 1, 3, 4]])[:, None]
+    assert places(position_ids=image.expand(3, 2, -1)) is None
+    assert places(position_ids=restarting.expand(3, 2, -1)) == first
+
+
+CONTRADICTIONS: dict[str, dict[str, Any]] = {
+    "seq_idx, cu_seq_lens_q": {"seq_idx": [[0, 0, 0, 0, 1, 1]], "cu_seq_lens_q": [0, 3, 6, 9, 12]},
+    "cu_seq_lens_q, position_ids": {"cu_seq_lens_q": [0, 3, 6, 9, 12], "position_ids": [[0, 1, 2, 3, 0, 1]]},
+    "cu_seq_lens_q of whole rows, position_ids": {"cu_seq_lens_q": [0, 6, 12], "position_ids": [[0, 1, 2, 3, 0, 1]]},
+    "seq_idx, position_ids": {"seq_idx": [[0, 0, 0, 1, 1, 1]], "position_ids": [[0, 1, 2, 3, 0, 1]]},
+    "seq_idx, padding": {"seq_idx": [[0, 0, 0, 0, 1, 1]], "attention_mask": [[0, 1, 1, 1, 1, 1]] * 2},
+    "cu_seq_lens_q, padding": {"cu_seq_lens_q": [0, 3, 6, 9, 12], "attention_mask": [[1, 1, 1, 1, 1, 0]] * 2},
+}
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("named", CONTRADICTIONS.values(), ids=CONTRADICTIONS)
+def test_contradictions_are_refused(named: dict[str, Any]) -> None:
+    with pytest.raises(liger_dist.LigerDistError, match="same documents|beside a 2-D attention_mask"):
+        places(**{name: on_device.tensor(value) for name, value in named.items()})
+
+
+def test_what_agrees_is_taken() -> None:
+    """Positions that run on beside lengths; lengths that count the padding of a mask."""
+    first = [[0, 1, 2, 3], [6, 7, 8, 9], [4, 5], [10, 11]]
+    lengths = on_device.tensor([0, 4, 6, 10, 12])
+    assert places(cu_seq_lens_q=lengths, position_ids=on_device.arange(6)[None]) == first
+    assert places(cu_seq_lens_q=lengths, attention_mask=on_device.tensor([[1, 1, 1, 1, 0, 0]] * 2)) is None
+    assert places(cu_seq_lens_q=lengths, attention_mask=on_device.ones(2, 6)) == first
 
 
 def test_tensors_that_are_written_to_are_read_again() -> None:
@@ -396,14 +431,14 @@ class Unread(Tensor):
 def test_a_call_reads_only_what_may_separate_documents() -> None:
     ids, positions = on_device.zeros(2, 12, dtype=torch.long), on_device.arange(12).repeat(2, 1)
     unread = ids.as_subclass(Unread)
-    assert packed_by({"input_ids": unread, "labels": unread, "attention_mask": unread, "position_ids": unread}) == ()
+    read_documents({"input_ids": unread, "labels": unread, "attention_mask": unread})
     for name, value in (
         ("position_ids", positions),
         ("cu_seq_lens_q", on_device.tensor([0, 12, 24])),
         ("seq_idx", ids),
     ):
         with pytest.raises(AssertionError, match="the host reads"):
-            packed_by({"input_ids": ids, name: value.as_subclass(Unread)})
+            read_documents({"input_ids": ids, name: value.as_subclass(Unread)})
 
 
 @pytest.mark.cover("pairs")
@@ -427,17 +462,23 @@ def test_rows_of_one_document_each_by_every_way_of_saying_so(family: str, rows: 
     assert max(errors.values()) < 1e-4, errors
 
 
-def test_lengths_are_refused_after_another_attention_is_set() -> None:
-    """ "liger_dist" attention reads them, the model's own does not."""
+def test_lengths_after_another_attention_is_set() -> None:
+    """ "liger_dist" attention reads them; to the model's own, positions that restart say the same."""
     batch = packed([5, 7])
     ends = on_device.tensor([0, 5, 12]).int()
     lengths = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 7, "max_length_k": 7}
     given = {name: batch[name] for name in ("input_ids", "labels")} | lengths
     model: Any = wrapped(make_model("qwen3_5_text"))
     expected, _ = alone(make_model("qwen3_5_text"), batch)
-    assert float(model(**given).loss) == pytest.approx(expected[0], rel=1e-5)
+    run_on = {"position_ids": on_device.arange(12)[None]}
+    for more in ({}, run_on):
+        assert float(model(**given, **more).loss) == pytest.approx(expected[0], rel=1e-5)
     model.set_attn_implementation("sdpa")
-    with pytest.raises(liger_dist.LigerDistError, match="does not read them"):
+    assert float(model(**given).loss) == pytest.approx(expected[0], rel=1e-5)
+    with pytest.raises(liger_dist.LigerDistError, match="position_ids run on, by which its attention separates them"):
+        model(**given, **run_on)
+    model.set_attn_implementation("flex_attention")
+    with pytest.raises(liger_dist.LigerDistError, match="set to 'flex_attention' after liger_dist.wrap"):
         model(**given)
     model.set_attn_implementation("liger_dist")
     assert float(model(**given).loss) == pytest.approx(expected[0], rel=1e-5)

@@ -39,7 +39,7 @@ def verified() -> None:
 
 
 def packable() -> None:
-    from liger_dist.fused_layers.recurrent import packing_objection
+    from liger_dist.fused_layers.packed_calls import packing_objection
 
     packing_objection(make_model("falcon_h1", dtype=torch.float32))
 
