@@ -175,7 +175,7 @@ peft: venv
 	$(BIN)/python -m pytest tests_multi_gpu/conformance/test_peft_methods.py --write-pages
 
 families: venv
-	$(BIN)/python -m pytest tests_multi_gpu/conformance/test_families.py --write-pages
+	$(BIN)/python -m pytest tests_multi_gpu/conformance/test_families.py tests_multi_gpu/conformance/test_packed_families.py --write-pages
 
 # On a GPU, with the peers that are to be compared installed: pip install --editable ".[benchmarks]"
 benchmarks:

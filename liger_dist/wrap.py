@@ -77,7 +77,8 @@ class Wrapped:
     frozen: str | None
     """what frozen parameters cost under FSDP; None without any"""
     hooks: tuple[RemovableHandle, ...]
-    """of the decoder: of packed calls and recurrent layers; on a mesh with an axis "sp" one that refuses calls with whole sequences"""
+    """of the decoder: of packed calls and recurrent layers; on a mesh with an axis "sp" one that refuses calls with
+    whole sequences"""
     owner: str
     """id of this ``wrap`` call; ``unwrap`` restores only the layers swapped under it"""
 

@@ -1,6 +1,6 @@
 """Processes that outlive a test: one process group for a file, functions sent to it by name.
 
-Not for longer, nor for more than :data:`CALLS` calls (over NCCL :data:`CALLS_OVER_NCCL`): torch keeps every group that a
+Not for longer, nor for more than :data:`CALLS` calls, over NCCL :data:`CALLS_OVER_NCCL`: torch keeps every group that a
 test has made, and a thread of gloo polls for each every 10 ms.
 
 Every call has a time limit. A rank that fails or hangs ends the pool, so that no test can wait for it, and the next

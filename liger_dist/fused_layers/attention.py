@@ -201,8 +201,8 @@ def _sequence_parallel(
 
 
 def _takes_lengths(documents: DocumentMask | None, mask: Tensor | None, query: Tensor, key: Tensor) -> bool:
-    """True if ``cu_seq_lens_q`` separates documents: no padding mask, no cache, as with FlashAttention; and no call of a
-    wrapped model, which has read them."""
+    """True if ``cu_seq_lens_q`` separates documents: no padding mask, no cache, as with FlashAttention; and no call of
+    a wrapped model, which has read them."""
     is_masked = mask is not None or (documents is not None and (documents.valid is not None or documents.is_of_call))
     return not is_masked and query.shape[2] == key.shape[2] and not is_replaced()
 

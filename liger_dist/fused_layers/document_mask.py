@@ -215,7 +215,10 @@ def _is_causal_within_documents(mask_function: Any) -> bool:
     """True if transformers made ``mask_function`` of causal attention, documents by positions and a window alone;
     False for any other, which is then read from its values."""
     name = getattr(mask_function, "__qualname__", "").split(".")[0]
-    if getattr(mask_function, "__module__", None) != "transformers.masking_utils" or name not in (*_OVERLAYS, _REMAPPED):
+    if getattr(mask_function, "__module__", None) != "transformers.masking_utils" or name not in (
+        *_OVERLAYS,
+        _REMAPPED,
+    ):
         return False
     cells = [cell.cell_contents for cell in mask_function.__closure__ or ()]
     parts = [part for cell in cells for part in (cell if isinstance(cell, tuple) else (cell,)) if callable(part)]

@@ -149,9 +149,7 @@ class PackedCalls:
         cache = next((name for name in (*CACHES, "use_cache") if named.get(name) is not None), "use_cache")
         reads_documents = self.recurrent is None and cache == "use_cache" and self._reads_documents()
         if named.get(cache) and not reads_documents:
-            raise LigerDistError(
-                f"{what} and {cache}, but a cache holds one text for each row; pass use_cache=False."
-            )
+            raise LigerDistError(f"{what} and {cache}, but a cache holds one text for each row; pass use_cache=False.")
         reason = self._reason or (None if self.recurrent is None else self.recurrent.objection(model))
         if reason is None and not _has_dense_mask(named):
             reason = self._reason_of_attention() or self._reason_of_positions(documents, named)
@@ -211,6 +209,9 @@ class PackedCalls:
         if documents is None or not documents.is_packed:
             return {"use_cache": False} if call.rows is not None and has_labels else {}
         found: dict[str, Any] = {"use_cache": False} if named.get("use_cache") is None else {}
+        if documents.mask is not None:
+            # Without padding it says nothing, and with it transformers takes a row for one text.
+            found[MASK] = None
         positions = named.get(POSITIONS)
         inputs = next(named[name] for name in INPUTS if isinstance(named.get(name), Tensor))
         if positions is None:
@@ -281,7 +282,9 @@ def find_packing(model: nn.Module, structure: Structure, *, varlen_attention: bo
             mixers, reason = None, str(error)
     is_recurrent = bool(mixers) or (mixers is None and has_convolution(structure.layers))
     recurrent = RecurrentLayers(model, mixers or ()) if is_recurrent else None
-    varlen_reason = reason_against_varlen(model, structure, has_recurrent=is_recurrent) if varlen_attention else NOT_WANTED
+    varlen_reason = (
+        reason_against_varlen(model, structure, has_recurrent=is_recurrent) if varlen_attention else NOT_WANTED
+    )
     wanted = NAME if varlen_reason is None else None
     if reason is not None:
         return PackedCalls(

@@ -233,7 +233,7 @@ def lengths_of(documents: Documents) -> dict[str, Any]:
 
 def _of_tokens(output: Any, length: int) -> list[Tensor]:
     """The tensors ``[B, S, ...]`` of numbers in a model's output."""
-    leaves = [leaf for leaf in tree_leaves(dict(output) if hasattr(output, "items") else output)]
+    leaves = list(tree_leaves(dict(output) if hasattr(output, "items") else output))
     is_of_tokens = [
         isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dim() > 2 and leaf.shape[1] == length
         for leaf in leaves
@@ -327,9 +327,7 @@ def _by_torch(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _compute_in_rows(
-    model: nn.Module, in_rows: Mapping[type[nn.Module], Run], documents: DocumentRows | None
-) -> None:
+def _compute_in_rows(model: nn.Module, in_rows: Mapping[type[nn.Module], Run], documents: DocumentRows | None) -> None:
     """Patches the forwards of modules of the classes ``in_rows``, for one run."""
     if documents is None:
         return

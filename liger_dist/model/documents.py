@@ -165,8 +165,12 @@ def _refuse_contradictions(documents: Documents, read: dict[str, Tensor | None])
         other = read.get(name)
         if other is None or name == told_by or (name == POSITIONS and mask is not None):
             continue
-        # Positions may run on where other arguments separate documents.
-        if not torch.equal(other, begins) and (name != POSITIONS or bool(other[:, 1:].any())):
+        if name == POSITIONS:
+            # They may run on where other arguments separate documents, and be zeros in padding at the end of a row.
+            further = other & ~begins
+            is_padding = further.flip(1).cumprod(1).flip(1).bool()
+            other = (other & ~is_padding) if other[:, 1:].any() else begins
+        if not torch.equal(other, begins):
             raise LigerDistError(
                 f"{told_by} begins documents of a row at {_places(begins)}, and {name} at {_places(other)}; expected "
                 f"the same documents. Leave out {name}, or let both begin them at the same tokens."
@@ -175,9 +179,9 @@ def _refuse_contradictions(documents: Documents, read: dict[str, Tensor | None])
         valid = documents.valid
         if (begins[:, 1:] & (valid[:, 1:] == valid[:, :-1])).any():
             raise LigerDistError(
-                f"{told_by} separates documents beside a 2-D attention_mask with padding, which makes a row one text: they "
-                f"begin at {_places(begins)}. Leave the mask out and count padding as a document, or give each document "
-                "a separate row."
+                f"{told_by} separates documents at {_places(begins)} beside a 2-D attention_mask with padding, which "
+                f"makes a row one text ({int((~valid).sum())} of {valid.numel()} tokens are padding). Leave the mask "
+                "out and count padding as a document, or give each document a separate row."
             )
         # It only says what the mask says: texts, and their padding.
         documents.told_by = None
@@ -220,7 +224,7 @@ def read_lengths(ends: Tensor, total: int) -> list[int]:
 
 def _changes(numbers: Any, shape: tuple[int, int]) -> Tensor | None:
     """True where numbers of documents change, ``[B, S]`` on their device; None if there are none."""
-    if not isinstance(numbers, Tensor) or numbers.is_meta or tuple(numbers.shape[-1:]) != shape[1:] or numbers.dim() > 2:
+    if not isinstance(numbers, Tensor) or numbers.is_meta or numbers.dim() > 2 or numbers.shape[-1:] != shape[1:]:
         return None
     changes: Tensor = numbers.reshape(-1, shape[1]).diff() != 0
     return _with_first(changes).expand(shape)

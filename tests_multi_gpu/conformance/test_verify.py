@@ -347,18 +347,19 @@ def test_verify_counts_labels_by_the_batchs_own_ignore_index() -> None:
 
 
 @pytest.mark.smoke
-def test_lengths_beside_a_padding_mask_without_recurrent_layers() -> None:
-    """As in calls of the model, whose attention reads the lengths; recurrent layers refuse both."""
-    model, batch = liger_dist.wrap(make_model("llama")), make_batch(0)
-    batch = {name: batch[name][:1, :12] for name in ("input_ids", "labels")}
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", "lfm2"])
+def test_lengths_beside_a_padding_mask_are_refused(name: str) -> None:
+    """As in calls of the model: transformers takes a row with a mask for one text."""
+    model, batch = liger_dist.wrap(make_model(name)), make_batch(0)
+    batch = {key: batch[key][:1, :12] for key in ("input_ids", "labels")}
     batch["attention_mask"] = torch.ones_like(batch["input_ids"])
     batch["attention_mask"][:, 9:] = 0
     batch["labels"] = batch["labels"].masked_fill(batch["attention_mask"] == 0, -100)
     ends = on_device.tensor([0, 5, 9, 12], dtype=torch.int32)
     batch |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 5, "max_length_k": 5}
-    verification = liger_dist.verify(model, batch)
-    assert verification.ok, verification
-    assert "attention to documents" in str(verification)
+    for refused in (lambda: liger_dist.verify(model, batch), lambda: model(**batch)):
+        with pytest.raises(liger_dist.LigerDistError, match="beside a 2-D attention_mask with padding"):
+            refused()
 
 
 def test_an_optimizer_that_holds_other_parameters_is_a_problem(workers_2: Workers) -> None:

@@ -17,7 +17,6 @@ from torch import Tensor
 
 import liger_dist
 from liger_dist.fused_layers.packed_calls import is_recurrent, packing_objection
-from liger_dist.model.structure import find_structure
 
 POSITIONS = on_device.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6]])
 TOKENS = 12

@@ -411,7 +411,7 @@ BATCHES = {
     "unknown": "token_type_ids of shape (2, 6)",
     "tuple": "soft_labels holds tensors",
     "inside": "zeros between the tokens of a row",
-    "ends": "ends at 5; expected 12",
+    "ends": "ends at 5 but the micro-batch has 12 tokens",
     "embeddings": "input_ids is NoneType",
 }
 
