@@ -161,6 +161,8 @@ def _reason(model: nn.Module, decoder: nn.Module, layers: Any) -> str | None:
     against = reason_against(model, decoder)
     if against is not None:
         return f"it keeps its own attention implementation ({against})"
+    if any(name.rsplit(".", 1)[-1] == "sinks" for name, _ in decoder.named_parameters()):
+        return "its attention has sinks"
     config: Any = decoder.config
     kinds = {kind for kind in getattr(config, "layer_types", None) or () if kind not in _KINDS_OF_LAYERS}
     if kinds or getattr(config, "attention_chunk_size", None) is not None:

@@ -389,7 +389,7 @@ def _fuse(model: nn.Module, strategy: Strategy, found: _Inspected, config: WrapC
     packing = found.packing
     attention = select_attention(found.structure.decoder, packing.wanted, packing.attention_reason)
     undo.callback(attention.restore)
-    hooks: list[RemovableHandle] = [packing.install(found.structure, attention)]
+    hooks: list[RemovableHandle] = [*packing.install(model, found.structure, attention)]
     if packing.recurrent is not None:
         backend = config.backend if config.layer_kernels else None
         hooks.append(packing.recurrent.install(model, found.structure, owner=owner, backend=backend))

@@ -12,8 +12,9 @@ micro-batch. The attention function passes them to ``torch.nn.attention.varlen.v
 - Packed, padded, or with a window shorter than the sequence: ``varlen_attn`` in bf16 and fp16 on GPUs; elsewhere, and
   with dropout or a second head size, one ``scaled_dot_product_attention`` for each document.
 - On a mesh with an axis "sp": any of the above, on all tokens of a part of the heads.
-- With a position bias: "sdpa" with a dense mask. With soft-capped scores or sinks, and where attention weights are
-requested: the eager function of the model's file with a dense mask.
+- With sinks: FlashAttention in bf16 and fp16 on GPUs (:mod:`.sink_attention`).
+- With a position bias: "sdpa" with a dense mask. With soft-capped scores, sinks elsewhere, and where attention weights
+  are requested: the eager function of the model's file with a dense mask.
 - Masks that are not causal within documents (images, encoders), and queries with a cache: transformers' mask.
 
 Tokens that a 2-D mask excludes get zeros, as with FlashAttention in transformers.
@@ -50,6 +51,7 @@ from .document_mask import (
     notes_on,
     sdpa_function,
 )
+from .sink_attention import sink_attention
 from .token_dependency import BY_LENGTHS, CannotRunError
 
 NAME = "liger_dist"
@@ -57,7 +59,8 @@ MASKED = {own: f"{NAME}_{own}" for own in ("eager", "sdpa")}
 """by a model's own implementation, the one with the same attention and masks of packed documents"""
 VARLEN_DTYPES = (torch.bfloat16, torch.float16)
 MAX_HEAD_SIZE = 256
-EAGER_KEYWORDS = ("softcap", "s_aux", "sinks")
+SINKS = "s_aux"
+EAGER_KEYWORDS = ("softcap", SINKS, "sinks")
 """keywords of attention functions that neither ``varlen_attn`` nor ``scaled_dot_product_attention`` computes"""
 _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 """torch 2.11 accepts fewer key heads without this option"""
@@ -136,6 +139,10 @@ def attention(
         mask = attention_mask[..., : key.shape[2]]
     if kwargs.get(LENGTHS) is not None and _takes_lengths(documents, mask, query, key):
         documents = _given(module, query, kwargs, documents)
+    if mask is None and _has_only_sinks(query, key, value, dropout, kwargs):
+        documents = _whole_rows(query) if documents is None else documents
+        if documents.is_causal:
+            return _of_documents(query, key, value, documents, scaling, dropout, sinks=kwargs[SINKS]), None
     if kwargs.get("output_attentions") or any(kwargs.get(name) is not None for name in EAGER_KEYWORDS):
         mask = _dense(module, mask if documents is None else documents.dense(), query, key)
         return _eager_of(module)(module, query, key, value, mask, scaling=scaling, dropout=dropout, **kwargs)
@@ -146,17 +153,50 @@ def attention(
     return _of_documents(query, key, value, documents, scaling, dropout), None
 
 
+def _has_only_sinks(query: Tensor, key: Tensor, value: Tensor, dropout: float, kwargs: dict[str, Any]) -> bool:
+    """True for attention of the tokens of a call to themselves that differs from others by sinks alone, on a GPU."""
+    others = ("output_attentions", "position_bias", *(name for name in EAGER_KEYWORDS if name != SINKS))
+    if kwargs.get(SINKS) is None or any(kwargs.get(name) not in (None, False) for name in others):
+        return False
+    cast = query.to(_dtype_of(query)) if query.is_cuda else query
+    return query.shape[2] == key.shape[2] > 1 and not is_replaced() and _has_varlen(cast, value, dropout)
+
+
+def _whole_rows(query: Tensor) -> DocumentMask:
+    """One text in each row."""
+    rows, _, length, _ = query.shape
+    ends = torch.arange(0, (rows + 1) * length, length, dtype=torch.int32, device=query.device)
+    return DocumentMask((length,) * rows, ends, rows=rows)
+
+
+def _dtype_of(query: Tensor) -> torch.dtype:
+    """The dtype that attention computes in: autocast's, or that of the queries."""
+    device = query.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
+
+
 def _of_documents(
-    query: Tensor, key: Tensor, value: Tensor, documents: DocumentMask, scaling: float | None, dropout: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: DocumentMask,
+    scaling: float | None,
+    dropout: float,
+    *,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """Computes attention within documents, ``[B, S, H, D]``."""
-    if torch.is_autocast_enabled(query.device.type):
-        dtype = torch.get_autocast_dtype(query.device.type)
+    """Computes attention within documents, ``[B, S, H, D]``.
+
+    Args:
+        sinks: ``[H]``; on a GPU alone.
+    """
+    dtype = _dtype_of(query)
+    if dtype != query.dtype:
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if documents.valid is not None:
         value = value.masked_fill(~documents.valid[:, None, :, None], 0.0)
     if _has_varlen(query, value, dropout):
-        return _varlen(query, key, value, documents, scaling)
+        return _varlen(query, key, value, documents, scaling, sinks)
     return _one_by_one(query, key, value, documents, scaling, dropout)
 
 
@@ -251,12 +291,22 @@ def _has_varlen(query: Tensor, value: Tensor, dropout: float) -> bool:
     return query.is_cuda and fits and dropout == 0.0
 
 
-def _varlen(query: Tensor, key: Tensor, value: Tensor, documents: DocumentMask, scaling: float | None) -> Tensor:
-    """Runs ``varlen_attn`` over the tokens of all rows."""
+def _varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: DocumentMask,
+    scaling: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Runs FlashAttention over the tokens of all rows."""
     rows, heads, length, _ = query.shape
     q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
     ends, longest = documents.cu_seq_lens, documents.max_length
     left = -1 if documents.window is None else documents.window - 1
+    if sinks is not None:
+        of_sinks = sink_attention(q, k, v, sinks, (ends, longest, left), scaling)
+        return of_sinks.view(rows, length, heads, -1)
     result = varlen_attn(
         q,
         k,

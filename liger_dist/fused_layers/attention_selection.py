@@ -149,8 +149,6 @@ def _of_code(decoder: nn.Module) -> str | None:
         return EXPECTS_TENSORS
     if any(getattr(own, "_local_mapping", None) for own in functions):
         return "its file has attention functions that no other has"
-    if any(name.rsplit(".", 1)[-1] == "sinks" for name, _ in decoder.named_parameters()):
-        return "it has sinks"
     return None
 
 

@@ -99,10 +99,14 @@ class PackedCalls:
         self._text_row = text_row
         self._has_image_positions = has_image_positions(self._own_config)
 
-    def install(self, structure: Structure, selection: AttentionSelection) -> RemovableHandle:
-        """Returns a hook of the decoder."""
+    def install(
+        self, model: nn.Module, structure: Structure, selection: AttentionSelection
+    ) -> tuple[RemovableHandle, ...]:
+        """Returns hooks of the decoder."""
         self._selection = selection
-        return structure.decoder.register_forward_pre_hook(self._check_decoder_call, with_kwargs=True)
+        if structure.decoder is model:
+            return ()
+        return (structure.decoder.register_forward_pre_hook(self._check_decoder_call, with_kwargs=True),)
 
     def __str__(self) -> str:
         found = [] if self.recurrent is None else self.recurrent.lines()
@@ -210,7 +214,7 @@ class PackedCalls:
             return {"use_cache": False} if call.rows is not None and has_labels else {}
         found: dict[str, Any] = {"use_cache": False} if named.get("use_cache") is None else {}
         if documents.mask is not None:
-            # Without padding it says nothing, and with it transformers takes a row for one text.
+            # It says nothing else, and with it transformers takes a row for one text.
             found[MASK] = None
         positions = named.get(POSITIONS)
         inputs = next(named[name] for name in INPUTS if isinstance(named.get(name), Tensor))
@@ -313,7 +317,9 @@ def find_packing(model: nn.Module, structure: Structure, *, varlen_attention: bo
     if own in OWN:
         # The same masks, should another of them be set later.
         reasons |= dict.fromkeys(MASKED, reasons[own])
-    masked = own if own in MASKED.values() else MASKED.get(own)
+    # With a config that another wrapped model shares, it may be this library's already.
+    is_shared = own == NAME or own in MASKED.values()
+    masked = MASKED["eager"] if own == NAME else own if is_shared else MASKED.get(own)
     if reasons[own] is None:
         reasons[NAME] = None
     elif masked is not None and not is_replaced():

@@ -70,7 +70,7 @@ def _fusing(own: Callable[..., None], config: WrapConfig | None, lm_head: LMHead
     def make_and_fuse(self: Any, *args: Any, **kwargs: Any) -> None:
         own(self, *args, **kwargs)
         fuse(self, config, lm_head=lm_head)
-        if getattr(self.data_collator, "block_diag_attn", False) and _has_varlen(self.model):
+        if getattr(self.data_collator, "block_diag_attn", False) and _keeps_documents_apart(self.model):
             self.data_collator = _without_dense_mask(self.data_collator)
 
     return make_and_fuse
@@ -87,8 +87,8 @@ def _wrapping(stage: str, own: Callable[..., None], config: WrapConfig | None, l
     return run
 
 
-def _has_varlen(model: Any) -> bool:
-    return record_of(inner_model(model)).attention.reason is None
+def _keeps_documents_apart(model: Any) -> bool:
+    return record_of(inner_model(model)).packing.objection() is None
 
 
 def _without_dense_mask(collator: Any) -> Callable[[list[dict[str, Any]]], dict[str, Any]]:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from transformers import Trainer
+from transformers import DataCollatorWithFlattening, Trainer
 
 from liger_dist.config import WrapConfig
 from liger_dist.errors import LigerDistError
+from liger_dist.fused_layers.packed_calls import packing_objection
 from liger_dist.sharding.fsdp2 import LMHead
 
 from .accelerate import wrap_for
 
+PACKS = ("packing", "padding_free", "sample_packing")
+"""settings of trainers that pack several documents into a row"""
 AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
 
 
@@ -61,6 +64,14 @@ def _objections(trainer: Trainer) -> list[str]:
         found.append(
             f"label_smoothing_factor is {arguments.label_smoothing_factor}, with which Trainer computes the loss "
             "from full logits; leave it out, and add label_smoothing to the model's inputs (in your data collator)."
+        )
+    packs = [name for name in PACKS if getattr(arguments, name, False)]
+    packs += ["data_collator"] if isinstance(trainer.data_collator, DataCollatorWithFlattening) else []
+    objection = packing_objection(trainer.model) if packs else None
+    if objection is not None:
+        found.append(
+            f"{packs[0]} packs documents into rows, which {type(trainer.model).__name__} would mix: {objection}; pad "
+            "rows of single documents instead."
         )
     if trainer.model_init is not None:
         found.append("model_init is given and makes another model for every run; give the model itself.")

@@ -6,6 +6,8 @@ A document begins at each row's first token, and within a row
 
 - where ``cu_seq_lens_q`` (or ``cu_seq_lens_k``) says so;
 - otherwise where ``seq_idx`` changes;
+- otherwise, in a call with ``position_ids``, where a 2-D ``attention_mask`` goes from one number to another, as hosts
+  number the documents of a row (1, 1, 1, 2, 2, 0);
 - otherwise, without a 2-D ``attention_mask``, at a position that does not follow its neighbour: ``position_ids``
   ``[B, S]``, or those of the text in ``[4, B, S]``. Of the three positions of an image's tokens, ``[3, B, S]``, (time,
   height, width) do not increase there.
@@ -41,6 +43,7 @@ SEEN = {
     POSITIONS: "position_ids restart without a 2-D attention_mask",
     LENGTHS: "cu_seq_lens_q has more documents than rows",
     SEQ_IDX: "seq_idx changes within a row",
+    MASK: "attention_mask numbers the documents of a row",
 }
 """condition under which a call is packed by each argument"""
 RESTARTS_BESIDE_MASK = (
@@ -131,9 +134,12 @@ def read_documents(named: dict[str, Any]) -> Documents | None:
     if not (is_awaited and isinstance(positions, Tensor) and positions.is_cuda):
         found[POSITIONS] = _restarts(positions, shape)
     if mask is not None and tuple(mask.shape) == shape and not mask.is_meta and found.get(POSITIONS) is not None:
-        found[MASK] = mask.bool()
-    read = dict(zip(found, _on_host(list(found.values())), strict=True))
-    documents = _by_one_rule(read, shape, mask)
+        found[MASK], valid = _numbered(mask), mask.bool()
+        *begins, is_valid = _on_host([*found.values(), valid])
+        read = dict(zip(found, begins, strict=True))
+    else:
+        read, is_valid = dict(zip(found, _on_host(list(found.values())), strict=True)), None
+    documents = _by_one_rule(read, shape, mask, is_valid)
     restarts = read.get(POSITIONS)
     if documents.is_packed:
         _refuse_contradictions(documents, read)
@@ -144,18 +150,38 @@ def read_documents(named: dict[str, Any]) -> Documents | None:
     return documents
 
 
-def _by_one_rule(read: dict[str, Tensor | None], shape: tuple[int, int], mask: Tensor | None) -> Documents:
+def _by_one_rule(
+    read: dict[str, Tensor | None], shape: tuple[int, int], mask: Tensor | None, valid: Tensor | None
+) -> Documents:
     restarts = read.get(POSITIONS)
-    for name in (LENGTHS, SEQ_IDX, POSITIONS):
+    for name in (LENGTHS, SEQ_IDX, MASK, POSITIONS):
         begins = read.get(name)
         if begins is None or (name == POSITIONS and mask is not None):
             continue
         if begins[:, 1:].any():
-            is_restart = None if restarts is None else bool(torch.equal(restarts, begins))
-            return Documents(begins, name, mask=mask, valid=read.get(MASK), positions_restart=is_restart)
+            if name == MASK and valid is not None:
+                begins = begins | _changes_of(valid)  # Padding counts as a document.
+            is_restart = None if restarts is None else not bool((_without_padding(restarts, begins) != begins).any())
+            return Documents(begins, name, mask=mask, valid=valid, positions_restart=is_restart)
     begins = torch.zeros(shape, dtype=torch.bool)
     begins[:, 0] = True
-    return Documents(begins, None, mask=mask, valid=read.get(MASK))
+    return Documents(begins, None, mask=mask, valid=valid)
+
+
+def _numbered(mask: Tensor) -> Tensor:
+    """True where a mask goes from one document's number to another one, ``[B, S]``."""
+    is_text = mask != 0
+    return _with_first((mask.diff() != 0) & is_text[:, 1:] & is_text[:, :-1])
+
+
+def _changes_of(valid: Tensor) -> Tensor:
+    return F.pad(valid[:, 1:] != valid[:, :-1], (1, 0), value=False)
+
+
+def _without_padding(restarts: Tensor, begins: Tensor) -> Tensor:
+    """Leaves out restarts at the end of a row that begin no documents: positions of padding are zeros."""
+    further = restarts & ~begins
+    return restarts & ~further.flip(1).cumprod(1).flip(1).bool()
 
 
 def _refuse_contradictions(documents: Documents, read: dict[str, Tensor | None]) -> None:
@@ -163,19 +189,17 @@ def _refuse_contradictions(documents: Documents, read: dict[str, Tensor | None])
     assert told_by is not None
     for name in (SEQ_IDX, LENGTHS, POSITIONS):
         other = read.get(name)
-        if other is None or name == told_by or (name == POSITIONS and mask is not None):
+        if other is None or name == told_by or (name == POSITIONS and mask is not None and told_by != MASK):
             continue
         if name == POSITIONS:
-            # They may run on where other arguments separate documents, and be zeros in padding at the end of a row.
-            further = other & ~begins
-            is_padding = further.flip(1).cumprod(1).flip(1).bool()
-            other = (other & ~is_padding) if other[:, 1:].any() else begins
+            # They may run on where other arguments separate documents.
+            other = _without_padding(other, begins) if other[:, 1:].any() else begins
         if not torch.equal(other, begins):
             raise LigerDistError(
                 f"{told_by} begins documents of a row at {_places(begins)}, and {name} at {_places(other)}; expected "
                 f"the same documents. Leave out {name}, or let both begin them at the same tokens."
             )
-    if mask is not None and not documents.valid.all():
+    if told_by != MASK and mask is not None and not documents.valid.all():
         valid = documents.valid
         if (begins[:, 1:] & (valid[:, 1:] == valid[:, :-1])).any():
             raise LigerDistError(

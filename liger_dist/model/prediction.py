@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from liger_dist.errors import LigerDistError
 
+from .documents import current_call, read_documents
 from .structure import PredictionUnits, Structure
 from .torch_modes import untraced
 
@@ -232,25 +233,16 @@ def _is_cache(value: object) -> bool:
 
 def document_ids(named: dict[str, Any], shape: torch.Size) -> Tensor | None:
     """Returns a number for the document of each token ``[B, S]``, 0 for padding; None for rows of one text. The host
-    reads nothing.
+    reads nothing in a call of a wrapped model, which has read its documents.
 
     Args:
         named: arguments of the model by name.
     """
-    ends, positions, seq_idx = (named.get(name) for name in ("cu_seq_lens_q", "position_ids", "seq_idx"))
-    mask = named.get("attention_mask")
-    has_mask = isinstance(mask, Tensor) and mask.shape == shape
-    documents: Tensor | None = None
-    if isinstance(ends, Tensor):
-        tokens = torch.arange(shape.numel(), device=ends.device)
-        documents = torch.searchsorted(ends.to(tokens.dtype), tokens, right=True).reshape(shape)
-    elif isinstance(seq_idx, Tensor):
-        documents = seq_idx.expand(shape) + 1
-    elif isinstance(positions, Tensor) and not has_mask:
-        while positions.dim() > 2:
-            positions = positions[0]  # Those of the text, before those of images.
-        documents = F.pad(positions.diff() != 1, (1, 0), value=True).cumsum(-1).expand(shape)
-    if not has_mask:
-        return documents
-    assert mask is not None
-    return (mask != 0).long() if documents is None else torch.where(mask != 0, documents, 0)
+    call = current_call()
+    documents = None if call is None else call.documents
+    documents = read_documents(named) if documents is None or documents.shape != tuple(shape) else documents
+    if documents is None or not (documents.is_packed or documents.mask is not None):
+        return None
+    device = next(value for value in named.values() if isinstance(value, Tensor)).device
+    numbers = documents.numbers(device) + 1
+    return numbers if documents.mask is None else torch.where(documents.valid_on(device), numbers, 0)

@@ -372,7 +372,6 @@ def test_another_function_for_sdpa_computes_every_call() -> None:
     [
         ("gemma2", {"attention": "eager"}, "soft-capped"),
         ("llama", {"attention_dropout": 0.1}, r"dropout \(attention_dropout\)"),
-        ("gpt_oss", {"attention": "eager", "num_local_experts": 2, "num_experts_per_tok": 1}, "sinks"),
         ("deepseek_v3", {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "kv_lora_rank": 8}, "head sizes"),
         ("llama", {"attention": "flex_attention"}, "it is 'flex_attention'"),
         ("bloom", {"n_head": 4, "attention": "eager"}, "AttentionInterface|tensors"),

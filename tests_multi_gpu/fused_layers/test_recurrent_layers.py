@@ -309,6 +309,7 @@ CONTRADICTIONS: dict[str, dict[str, Any]] = {
     "cu_seq_lens_q, position_ids": {"cu_seq_lens_q": [0, 3, 6, 9, 12], "position_ids": [[0, 1, 2, 3, 0, 1]]},
     "cu_seq_lens_q of whole rows, position_ids": {"cu_seq_lens_q": [0, 6, 12], "position_ids": [[0, 1, 2, 3, 0, 1]]},
     "seq_idx, position_ids": {"seq_idx": [[0, 0, 0, 1, 1, 1]], "position_ids": [[0, 1, 2, 3, 0, 1]]},
+    "attention_mask, position_ids": {"attention_mask": [[1, 1, 2, 2, 2, 0]] * 2, "position_ids": [[0, 1, 2, 0, 1, 0]]},
     "seq_idx, padding": {"seq_idx": [[0, 0, 0, 0, 1, 1]], "attention_mask": [[0, 1, 1, 1, 1, 1]] * 2},
     "cu_seq_lens_q, padding": {"cu_seq_lens_q": [0, 3, 6, 9, 12], "attention_mask": [[1, 1, 1, 1, 1, 0]] * 2},
 }
@@ -330,6 +331,10 @@ def test_what_agrees_is_taken() -> None:
     assert places(cu_seq_lens_q=lengths, position_ids=positions) == first
     assert places(cu_seq_lens_q=lengths, attention_mask=on_device.tensor([[1, 1, 1, 1, 0, 0]] * 2)) is None
     assert places(cu_seq_lens_q=lengths, attention_mask=on_device.ones(2, 6)) == first
+    # As hosts number documents; padding is one more.
+    numbers = on_device.tensor([[1, 1, 1, 1, 2, 0], [1, 1, 1, 1, 2, 2]])
+    positions = on_device.tensor([[0, 1, 2, 3, 0, 0], [0, 1, 2, 3, 0, 1]])
+    assert places(attention_mask=numbers, position_ids=positions) == [*first[:2], [10, 11], [4], [5]]
 
 
 def test_tensors_that_are_written_to_are_read_again() -> None:
