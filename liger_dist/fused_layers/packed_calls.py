@@ -11,7 +11,7 @@ row, whose results must not depend on each other, and must be those of each alon
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from inspect import signature
@@ -45,7 +45,7 @@ from .document_mask import is_replaced
 from .document_rows import DocumentRows, rows_of
 from .recurrent import RecurrentLayers, find_recurrent_layers, has_convolution, runs_in_rows
 from .swap import LeftAloneError
-from .token_dependency import BY_LENGTHS, EAGER, CannotRunError, is_same_attention, lengths_of, token_dependency
+from .token_dependency import BY_LENGTHS, EAGER, CannotRunError, Found, is_same_attention, lengths_of, token_dependency
 
 CACHES = ("past_key_values", "cache", "cache_params", "state")
 """arguments with the state of earlier tokens"""
@@ -275,69 +275,91 @@ def find_packing(model: nn.Module, structure: Structure, *, varlen_attention: bo
     Args:
         varlen_attention: True to select "liger_dist" attention where it computes the same as the model's.
     """
-    mixers: tuple[type[nn.Module], ...] | None = ()
-    reason = None
+    config = getattr(structure.decoder, "config", None)
+    own = _implementation_of(config)
+    tried = BY_LENGTHS if own.startswith(FLASH) else own if own == "sdpa" and not is_replaced() else EAGER
+    mixers: tuple[type[nn.Module], ...] = ()
+    reason = found = None
+    text_row = False
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         reason = "its encoder and decoder take one text for each row"
     else:
+        register_attention()
         try:
-            mixers = find_recurrent_layers(model, structure.layers)
+            mixers, found, text_row = _find_mixers(model, structure, tried)
         except LeftAloneError as error:
-            mixers, reason = None, str(error)
-    is_recurrent = bool(mixers) or (mixers is None and has_convolution(structure.layers))
-    recurrent = RecurrentLayers(model, mixers or ()) if is_recurrent else None
+            reason = str(error)
+    is_recurrent = bool(mixers) or (found is None and has_convolution(structure.layers))
+    recurrent = RecurrentLayers(model, mixers) if is_recurrent else None
     varlen_reason = (
         reason_against_varlen(model, structure, has_recurrent=is_recurrent) if varlen_attention else NOT_WANTED
     )
     wanted = NAME if varlen_reason is None else None
-    if reason is not None:
-        return PackedCalls(
-            model, structure, recurrent, reason=reason, attention_reasons={}, wanted=wanted, varlen_reason=varlen_reason
-        )
-    runs = runs_in_rows(mixers or ())
-
-    def reason_of(attention: str, *, text_row: bool = False) -> str | None:
-        try:
-            found = token_dependency(
-                model, structure.layers, runs, is_packed=True, attention=attention, text_row=text_row
-            )
-        except CannotRunError as error:
-            return f"its forward does not run on made-up values of packed documents ({error})"
-        if found.mixer is not None:
-            return f"its {found.mixer.__name__} carries state from one document of a row into the next"
-        if found.attends_across:
-            return "its attention, which is the model's own, makes no mask of packed documents"
-        return "the results of a document depend on its place in the row" if found.counts_on else None
-
-    config = getattr(structure.decoder, "config", None)
-    own = _implementation_of(config)
-    tried = BY_LENGTHS if own.startswith(FLASH) else own if own == "sdpa" and not is_replaced() else EAGER
-    text_row = has_image_positions(config) and reason_of(tried, text_row=True) is None
-    reasons = {own: None if text_row else reason_of(tried)}
-    if own in OWN:
-        # The same masks, should another of them be set later.
-        reasons |= dict.fromkeys(MASKED, reasons[own])
-    # With a config that another wrapped model shares, it may be this library's already.
-    is_shared = own == NAME or own in MASKED.values()
-    masked = MASKED["eager"] if own == NAME else own if is_shared else MASKED.get(own)
-    if reasons[own] is None:
-        reasons[NAME] = None
-    elif masked is not None and not is_replaced():
-        register_attention()
-        reasons[masked] = reasons[NAME] = reason_of(masked)
-        is_right = reasons[masked] is None and is_same_attention(model, structure.layers, tried, masked)
-        if wanted is None and is_right:
-            wanted = masked
+    reasons: dict[str, str | None] = {}
+    if found is not None:
+        reasons = {own: _reason_in(found)}
+        if own in OWN:
+            # The same masks, should another of them be set later.
+            reasons |= dict.fromkeys(MASKED, reasons[own])
+        masked = _masked(own)
+        if reasons[own] is None:
+            reasons[NAME] = None
+        elif masked is not None and not is_replaced():
+            reasons[masked] = reasons[NAME] = _reason_with(model, structure, mixers, masked)
+            is_right = reasons[masked] is None and is_same_attention(model, structure.layers, tried, masked)
+            if wanted is None and is_right:
+                wanted = masked
     return PackedCalls(
         model,
         structure,
         recurrent,
-        reason=None,
+        reason=reason,
         attention_reasons=reasons,
         wanted=wanted,
         varlen_reason=varlen_reason,
         text_row=text_row,
     )
+
+
+def _find_mixers(
+    model: nn.Module, structure: Structure, attention: str
+) -> tuple[tuple[type[nn.Module], ...], Found, bool]:
+    """Finds recurrent layers, and how attention keeps documents apart with those in rows: by positions ``[4, B, S]``
+    (True) if it does so, otherwise by ``[B, S]``."""
+    if has_image_positions(getattr(structure.decoder, "config", None)):
+        try:
+            mixers, found = find_recurrent_layers(model, structure.layers, attention=attention, text_row=True)
+        except LeftAloneError:
+            pass  # It takes no such positions.
+        else:
+            if _reason_in(found) is None:
+                return mixers, found, True
+    return *find_recurrent_layers(model, structure.layers, attention=attention), False
+
+
+def _reason_in(found: Found) -> str | None:
+    if found.mixer is not None:
+        return f"its {found.mixer.__name__} carries state from one document of a row into the next"
+    if found.attends_across:
+        return "its attention, which is the model's own, makes no mask of packed documents"
+    return "the results of a document depend on its place in the row" if found.counts_on else None
+
+
+def _reason_with(
+    model: nn.Module, structure: Structure, mixers: Sequence[type[nn.Module]], attention: str
+) -> str | None:
+    try:
+        return _reason_in(token_dependency(model, structure.layers, runs_in_rows(mixers), attention=attention))
+    except CannotRunError as error:
+        return f"its forward does not run on made-up values of packed documents ({error})"
+
+
+def _masked(own: str) -> str | None:
+    """Returns the implementation that adds masks of documents to a model's own; None if there is none. With a config
+    that another wrapped model shares, the own one may be this library's already."""
+    if own in MASKED.values():
+        return own
+    return MASKED["eager"] if own == NAME else MASKED.get(own)
 
 
 def has_image_positions(config: Any) -> bool:
@@ -366,6 +388,6 @@ def is_recurrent(model: nn.Module) -> bool:
     model = base_model_of(model)
     layers = find_structure(model).layers
     try:
-        return bool(find_recurrent_layers(model, layers))
+        return bool(find_recurrent_layers(model, layers)[0])
     except LeftAloneError:
         return has_convolution(layers)

@@ -40,7 +40,7 @@ from .convolution import reason_against
 from .document_rows import DocumentRows, Layout
 from .mixer_forward import MixerForward, functions_of_lengths
 from .swap import Kind, LeftAloneError, check_swappable, match_of, original_forward, swap_forward
-from .token_dependency import CannotRunError, Run, token_dependency
+from .token_dependency import EAGER, CannotRunError, Found, Run, token_dependency
 
 MOST_KINDS = 8
 """classes of mixing modules in one model"""
@@ -119,7 +119,7 @@ class RecurrentLayers:
         runs: dict[type[nn.Module], Run] = dict.fromkeys(self.mixers, _run_of_class)
         runs |= {mixer: partial(_in_one_row, forward) for mixer, forward in forwards.items()}
         try:
-            found = token_dependency(model, structure.layers, runs, is_packed=True)
+            found = token_dependency(model, structure.layers, runs)
         except CannotRunError:
             # What the fallbacks do not compute by lengths stays in rows, and ``explain`` says so.
             return {}
@@ -214,41 +214,33 @@ class RecurrentLayers:
                 leaf.register_hook(note)
 
 
-def find_recurrent_layers(model: nn.Module, layers: Sequence[nn.Module]) -> tuple[type[nn.Module], ...]:
+def find_recurrent_layers(
+    model: nn.Module, layers: Sequence[nn.Module], *, attention: str = EAGER, text_row: bool = False
+) -> tuple[tuple[type[nn.Module], ...], Found]:
     """Runs the model's code on rows of two documents, see :mod:`.token_dependency`, to find the classes whose modules
     carry state from one into the next; no weight is read, and no collective runs.
 
     Args:
         layers: the decoder layers.
+        attention, text_row: see :func:`.token_dependency.token_dependency`.
 
     Returns:
-        The classes that have to be computed on rows of single documents; empty for a model in which only attention
-        reads other tokens.
+        The classes that have to be computed on rows of single documents, none for a model in which only attention
+        reads other tokens; and what the last run found with those in rows.
 
     Raises:
         LeftAloneError: rows do not keep documents apart, or the code does not run; with the reason as a clause.
     """
-    try:
-        found = token_dependency(model, layers, is_packed=False)
-    except CannotRunError as error:
-        convolution = next(_with_convolution(layers), None)
-        if convolution is None:
-            raise LeftAloneError(f"its forward does not run on made-up values ({error})") from error
-        raise LeftAloneError(
-            f"its {convolution} mixes tokens by a convolution or recurrence, and could not be probed ({error})"
-        ) from error
-    if found.mixer is None:
-        return ()
     mixers: dict[type[nn.Module], Run] = {}
-    first = f"its {found.mixer.__name__} carries state from one document of a row into the next"
+    carries = ""
     while True:
         try:
-            mixer = token_dependency(model, layers, mixers, is_packed=True).mixer
+            found = token_dependency(model, layers, mixers, attention=attention, text_row=text_row)
         except CannotRunError as error:
-            # What rows do not explain, or code that takes no positions.
-            raise LeftAloneError(f"{first}, and its code does not run on rows of documents ({error})") from error
+            raise LeftAloneError(_cannot_run(layers, carries, error)) from error
+        mixer = found.mixer
         if mixer is None:
-            return tuple(mixers)
+            return tuple(mixers), found
         carries = f"its {mixer.__name__} carries state from one document of a row into the next"
         if mixer in mixers or len(mixers) == MOST_KINDS:
             raise LeftAloneError(carries)
@@ -261,6 +253,15 @@ def find_recurrent_layers(model: nn.Module, layers: Sequence[nn.Module]) -> tupl
         except LeftAloneError as reason:
             raise LeftAloneError(f"{carries}, and {reason}") from reason
         mixers[mixer] = _run_of_class
+
+
+def _cannot_run(layers: Sequence[nn.Module], carries: str, error: CannotRunError) -> str:
+    if carries:
+        return f"{carries}, and its code does not run on rows of documents ({error})"
+    convolution = next(_with_convolution(layers), None)
+    if convolution is not None:
+        return f"its {convolution} mixes tokens by a convolution or recurrence, and could not be probed ({error})"
+    return f"its forward does not run on made-up values of packed documents ({error})"
 
 
 def runs_in_rows(mixers: Sequence[type[nn.Module]]) -> dict[type[nn.Module], Run]:

@@ -121,7 +121,6 @@ def token_dependency(
     layers: Sequence[nn.Module],
     in_rows: Mapping[type[nn.Module], Run] = NONE_IN_ROWS,
     *,
-    is_packed: bool,
     attention: str = EAGER,
     text_row: bool = False,
 ) -> Found:
@@ -130,7 +129,6 @@ def token_dependency(
     Args:
         layers: the decoder layers of ``model``.
         in_rows: classes of modules that are computed on rows of single documents.
-        is_packed: True for a call that tells documents apart; False for one in which a row is one text.
         attention: the implementation that computes attention.
         text_row: True to give positions ``[4, B, S]``, of the text and then the three of images.
 
@@ -142,11 +140,10 @@ def token_dependency(
     for kept in (layers, ()):
         trial = _Trial(model, kept, in_rows, attention, text_row)
         try:
-            found = trial.run(is_packed=is_packed, training=False)
-            if not is_packed or found.mixer is not None:
-                return found
-            # Training may run other functions.
-            found = trial.run(is_packed=True, training=True)
+            found = trial.run(training=False)
+            if in_rows and found.mixer is None:
+                # Recurrent layers may run other functions in training.
+                found = trial.run(training=True)
             if found.mixer is not None or found.attends_across:
                 return found
             return Found(counts_on=trial.counts_on())
@@ -165,14 +162,14 @@ class _Trial:
     attention: str
     text_row: bool = False
 
-    def run(self, *, is_packed: bool, training: bool) -> Found:
+    def run(self, *, training: bool) -> Found:
         """Runs both pairs, up to the first module that mixes documents."""
         with self._prepared(training=training) as device:
             for module in self.model.modules():
                 module.register_forward_hook(_compare_documents, with_kwargs=True)
             tokens = TokenByToken(PAIR)
             try:
-                self._forward(token_ids(self.model).to(device), tokens, DOCUMENTS if is_packed else None)
+                self._forward(token_ids(self.model).to(device), tokens, DOCUMENTS)
             except _FoundError as found:
                 return Found(found.kind, tokens.attends_across)
         return Found(None, tokens.attends_across)

@@ -293,10 +293,9 @@ def forget_a_border(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def ask_no_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every model's own masks are trusted."""
-    from liger_dist.fused_layers import packed_calls, token_dependency
+    from liger_dist.fused_layers import recurrent, token_dependency
 
-    monkeypatch.setattr(packed_calls, "token_dependency", lambda *args, **kwargs: token_dependency.Found())
-    monkeypatch.setattr(packed_calls, "has_image_positions", lambda config: False)
+    monkeypatch.setattr(recurrent, "token_dependency", lambda *args, **kwargs: token_dependency.Found())
 
 
 MUTATIONS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
