@@ -28,6 +28,8 @@ LIBRARY = ROOT / "liger_dist"
 
 NAMES: dict[tuple[str, str], str] = {
     # module, attribute path: what breaks without it
+    ("torch", "ops.aten._flash_attention_forward"): "sink_attention.py has no log-sum-exp to add sinks to",
+    ("torch", "ops.aten._flash_attention_backward"): "sink_attention.py has no backward",
     ("torch.distributed", "_make_nccl_premul_sum"): "doctor cannot test NCCL's bf16 sums with a factor",
     (
         "torch.distributed.fsdp",
