@@ -346,8 +346,8 @@ def _fused(module: nn.Module, match: GatedMatch, hidden_states: Tensor, *, needs
     gate, up = (projected, getattr(module, match.up)(hidden_states)) if match.up else match.split(projected)
     del projected
     down = getattr(module, match.down)
-    if runs_own_code(gate) or not is_local(up) or gate.dtype != up.dtype:
-        # Projections may return DTensors, or with LoRA another dtype.
+    if runs_own_code(gate) or not is_local(up) or gate.dtype != up.dtype or gate.shape != up.shape:
+        # Projections may return DTensors, with LoRA another dtype, and after an exchange shapes that broadcast.
         return down(_activate(gate, match.activation) * up)
     product = gated_activation(gate, up, activation=match.activation, backend=match.backend)
     has_autocast = torch.is_autocast_enabled(product.device.type)

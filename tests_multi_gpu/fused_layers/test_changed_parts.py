@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -164,9 +165,9 @@ CHANGES: dict[str, tuple[Callable[[Any], None], Callable[[Any], None]]] = {
 }
 
 
-def assert_same_after(change: Callable[[Any], None], own: Any) -> None:
+def assert_same_after(change: Callable[[Any], None], own: Any, **config: Any) -> None:
     """Compares gradients of ``own`` and of a wrapped copy, after a step and the change."""
-    wrapped: Any = liger_dist.wrap(copy.deepcopy(own), "none")
+    wrapped: Any = liger_dist.wrap(copy.deepcopy(own), "none", config=liger_dist.WrapConfig(**config))
     for model in (own, wrapped):
         model(**make_batch(0)).loss.backward()
         model.zero_grad()
@@ -182,6 +183,35 @@ def test_a_change_of_a_part_is_computed(name: str) -> None:
     own = make_model("llama", dtype=torch.float32)
     prepare(own)
     assert_same_after(change, own)
+
+
+def one_feature(projection: str) -> Callable[[Any], None]:
+    def change(model: Any) -> None:
+        torch.manual_seed(0)
+        for mlp in each(model, "mlp"):
+            setattr(mlp, projection, nn.Linear(16, 1, device=compute_device()))
+
+    return change
+
+
+def mean_over(dim: int, projection: str) -> Callable[[Any], None]:
+    def change(model: Any) -> None:
+        for mlp in each(model, "mlp"):
+            getattr(mlp, projection).register_forward_hook(lambda module, args, output: output.mean(dim, keepdim=True))
+
+    return change
+
+
+SHAPES = {"one feature": one_feature} | {f"mean over dim {dim}": partial(mean_over, dim) for dim in range(3)}
+
+
+@pytest.mark.cover("values")
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("projection", ["gate_proj", "up_proj"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_projections_of_an_mlp_whose_shapes_broadcast(shape: str, projection: str, backend: str) -> None:
+    change = SHAPES[shape](projection)
+    assert_same_after(change, make_model("llama", dtype=torch.float32), backend=backend)
 
 
 def test_patched_activations_run() -> None:
