@@ -263,7 +263,8 @@ def _compute(module: Any, match: LowRankMatch, x: Any = None, *args: Any, **kwar
         return NotImplemented
     own = _projection(module, x)
     if own is not None:
-        if ready is not None and ready[0] is x and own.is_same(ready[2]) and ready[1] == _state_of_call(own, x):
+        is_own = ready is not None and ready[0] is x and own.is_same(ready[2]) and not has_hooks(module)
+        if ready is not None and is_own and ready[1] == _state_of_call(own, x):
             return ready[3]
         return _together(module, match, own, x)
     name = _adapter(module, x)
@@ -285,16 +286,16 @@ def _together(called: nn.Module, match: LowRankMatch, own: Projection, x: Tensor
     # Tensors of inference mode have no version, and nothing would tell that they have changed.
     children = {} if match.parent is None or x.is_inference() or own.has_inference() else match.parent._modules
     for name in match.followers:
-        if has_hooks(called):
-            break  # A hook may write to the input of the next layers, by .data without a version.
-        called = children.get(name) or called
+        before, called = called, children.get(name) or called
         follower = match_of(called)
-        if name not in children or not isinstance(follower, LowRankMatch):
-            continue
-        projection = _projection(called, x)
-        if projection is not None and not projection.has_inference():
-            computed.append(follower)
-            projections.append(projection)
+        # A hook may write to weights, or to the input of the next layers, by .data without a version.
+        if has_hooks(before) or has_hooks(called) or not isinstance(follower, LowRankMatch):
+            break
+        projection = None if called is before else _projection(called, x)
+        if projection is None or projection.has_inference():
+            break
+        computed.append(follower)
+        projections.append(projection)
     output, *others = _project(projections, x)
     for follower, projection, other in zip(computed, projections[1:], others, strict=True):
         follower.ready = (x, _state_of_call(projection, x), projection, other)
@@ -302,9 +303,11 @@ def _together(called: nn.Module, match: LowRankMatch, own: Projection, x: Tensor
 
 
 def _state_of_call(projection: Projection, x: Tensor) -> tuple[Any, ...]:
-    """Returns what tells whether an output is still that of its input: versions, and the mode of autograd."""
+    """Returns what tells whether an output is still that of its input: versions, which tensors require gradients, and
+    the mode of autograd."""
     tensors = (x, *projection.tensors())
-    return torch.is_grad_enabled(), *(None if tensor.is_inference() else tensor._version for tensor in tensors)
+    versions = (None if tensor.is_inference() else tensor._version for tensor in tensors)
+    return torch.is_grad_enabled(), *versions, *(tensor.requires_grad for tensor in tensors)
 
 
 def _projection(module: Any, x: Tensor) -> Projection | None:

@@ -191,6 +191,74 @@ def test_an_output_is_that_of_the_layer_at_its_call(context: Any, change: Any) -
     assert relative_error(outputs[0], outputs[1]) < 1e-5
 
 
+def rounds_the_base(layer: Any, x: Tensor) -> None:
+    layer.base_layer.weight.data.mul_(4).round_().div_(4)
+
+
+def loads_the_base(layer: Any, x: Tensor) -> None:
+    layer.base_layer.weight.data = 2 * layer.base_layer.weight.data
+
+
+def rounds_a(layer: Any, x: Tensor) -> None:
+    layer.lora_A["default"].weight.data.mul_(4).round_().div_(4)
+
+
+def halves_the_input(layer: Any, x: Tensor) -> None:
+    x.data.mul_(0.5)
+
+
+def freezes_a(layer: Any, x: Tensor) -> None:
+    layer.lora_A["default"].weight.requires_grad_(False)
+
+
+def thaws_a(layer: Any, x: Tensor) -> None:
+    layer.lora_A["default"].weight.requires_grad_(True)
+
+
+WRITES = [rounds_the_base, loads_the_base, rounds_a, halves_the_input, freezes_a, thaws_a]
+
+
+@pytest.mark.cover("pairs")
+@pytest.mark.parametrize("part", ["", "base_layer", "lora_A.default", "lora_B.default"])
+@pytest.mark.parametrize("name", ["q_proj", "k_proj", "v_proj", "up_proj"])
+@pytest.mark.parametrize("write", WRITES)
+def test_a_pre_hook_of_a_projection_that_shares_its_input(write: Any, name: str, part: str) -> None:
+    """Writes without a version, before one of the layers that are computed together is called."""
+    wrapped, own = liger_dist.wrap(adapted(), "none"), adapted()
+    for model in (wrapped, own):
+        for layer in model.base_model.model.model.layers:
+            projection = (layer.mlp if name == "up_proj" else layer.self_attn).get_submodule(name)
+            projection.lora_A["default"].weight.requires_grad_(write is not thaws_a)
+            inside = projection.get_submodule(part)
+            inside.register_forward_pre_hook(lambda _, args, layer=projection: write(layer, args[0]))
+    for model in (wrapped, own):
+        model(**make_batch(0), use_cache=False).loss.backward()
+    gradients = {name: parameter.grad for name, parameter in wrapped.named_parameters()}
+    for parameter_name, parameter in own.named_parameters():
+        assert (parameter.grad is None) == (gradients[parameter_name] is None), parameter_name
+        assert parameter.grad is None or relative_error(gradients[parameter_name], parameter.grad) < 1e-4
+
+
+@pytest.mark.parametrize("tensor", ["input", "A", "B"])
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_what_begins_or_ends_to_train_between_two_projections(is_trained: bool, tensor: str) -> None:
+    x = torch.randn(2, 3, 16, device=compute_device())
+    found = []
+    for model in (liger_dist.wrap(adapted(), "none"), adapted()):
+        attention = model.base_model.model.model.layers[0].self_attn
+        layer = attention.k_proj
+        given = x.clone().requires_grad_(not is_trained)
+        one = {"input": given, "A": layer.lora_A["default"].weight, "B": layer.lora_B["default"].weight}[tensor]
+        one.requires_grad_(not is_trained)
+        attention.q_proj(given)
+        one.requires_grad_(is_trained)
+        layer(given).square().sum().backward()
+        found.append([given.grad, *(parameter.grad for parameter in layer.parameters())])
+    for wrapped, own in zip(*found, strict=True):
+        assert (wrapped is None) == (own is None)
+        assert own is None or relative_error(wrapped, own) < 1e-5
+
+
 @pytest.mark.parametrize("name", ["q_proj", "o_proj"])
 def test_outputs_may_be_changed_in_place(name: str) -> None:
     """As OLMo clips them."""
