@@ -107,12 +107,12 @@ def fuse_head(head: nn.Module, wrap_id: WrapId) -> None:
 
 def _hook_objection(head: nn.Module, base: nn.Module) -> str | None:
     """Says which hook needs logits or hidden states of each token, as a clause; None if none does."""
+    everywhere = nn.modules.module
+    hooks = [*everywhere._global_backward_pre_hooks.values(), *everywhere._global_backward_hooks.values()]
     for module in dict.fromkeys((head, base)):
-        hooks = (*module._backward_pre_hooks.values(), *module._backward_hooks.values())
-        if hooks and not all(map(is_of_framework, hooks)):
-            return (
-                "its lm_head has a backward hook, which reads the gradient of the logits; the loss is the model's own"
-            )
+        hooks += (*module._backward_pre_hooks.values(), *module._backward_hooks.values())
+    if hooks and not all(map(is_of_framework, hooks)):
+        return "its lm_head has a backward hook, which reads the gradient of the logits; the loss is the model's own"
     if head is not base and any(map(has_hooks, parts_of(head))):
         return (
             "a part of the LoRA layer on its lm_head has hooks, which read the hidden states of each token; the loss "

@@ -185,6 +185,39 @@ def test_a_change_of_a_part_is_computed(name: str) -> None:
     assert_same_after(change, own)
 
 
+def of_the_head(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) and module.out_features == 101
+
+
+GLOBAL_HOOKS: dict[str, Callable[[], Any]] = {
+    "full backward pre-hook": lambda: nn.modules.module.register_module_full_backward_pre_hook(
+        lambda module, d_output: (3 * d_output[0],) if of_the_head(module) else None
+    ),
+    "full backward hook": lambda: nn.modules.module.register_module_full_backward_hook(
+        lambda module, d_input, d_output: (3 * d_input[0],) if of_the_head(module) else None
+    ),
+    "forward pre-hook": lambda: nn.modules.module.register_module_forward_pre_hook(
+        lambda module, args: (3 * args[0],) if of_the_head(module) else None
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", GLOBAL_HOOKS)
+def test_global_hooks_of_the_head_run(kind: str) -> None:
+    own: Any = make_model("llama", dtype=torch.float32)
+    wrapped: Any = liger_dist.wrap(copy.deepcopy(own), "none")
+    wrapped(**make_batch(0)).loss.backward()
+    wrapped.zero_grad()
+    hook = GLOBAL_HOOKS[kind]()
+    try:
+        for model in (own, wrapped):
+            model(**make_batch(0)).loss.backward()
+    finally:
+        hook.remove()
+    errors = gradient_errors(wrapped, own)
+    assert max(errors.values()) < TOLERANCE, errors
+
+
 def one_feature(projection: str) -> Callable[[Any], None]:
     def change(model: Any) -> None:
         torch.manual_seed(0)

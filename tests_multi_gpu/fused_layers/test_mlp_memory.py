@@ -171,6 +171,7 @@ HOOKS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:liger_dist leaves the loss")
 @pytest.mark.parametrize("everywhere", [False, True])
 @pytest.mark.parametrize("name", HOOKS)
 def test_hooks_of_the_down_projection_run_as_without_tiles(name: str, everywhere: bool) -> None:
