@@ -229,11 +229,23 @@ class RotaryMatch:
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return self._copy(module, *args, **kwargs)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> RotaryMatch:
+        # Made anew, it would read the functions that have been patched since.
+        return self
+
     def __reduce__(self) -> Any:
-        return RotaryMatch, (self.forward, self.backend)
+        return _loaded, (self.forward, self.backend)
 
     def __str__(self) -> str:
         return f"rotary ({', '.join(map(str, self._conventions.values()))})"
+
+
+def _loaded(forward: Any, backend: Backend) -> RotaryMatch | None:
+    """Makes a match from a pickle; None, so that the module's own forward runs, where its functions are patched."""
+    try:
+        return RotaryMatch(forward, backend)
+    except LeftAloneError:
+        return None
 
 
 def _is_candidate(module: nn.Module) -> bool:

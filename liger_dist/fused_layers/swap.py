@@ -87,15 +87,49 @@ def _kind_named(module: str, name: str) -> Kind:
     return kind
 
 
+@dataclass(frozen=True)
+class ClassForward:
+    """Forward that a class had when it was probed, whatever has been assigned to the class since."""
+
+    cls: Any
+    function: Forward | None
+    """None after a pickle was loaded where the class has another forward"""
+
+    @classmethod
+    def of(cls, probed: Any) -> ClassForward:
+        return cls(probed, probed.forward)
+
+    def is_current(self) -> bool:
+        """True if the class has no other forward now."""
+        return self.cls.forward is self.function
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ClassForward:
+        return self
+
+    def __reduce__(self) -> Any:
+        return _loaded_forward, (self.cls, _identity_of(self.function))
+
+
+def _loaded_forward(cls: Any, identity: tuple[Any, ...]) -> ClassForward:
+    return ClassForward(cls, cls.forward if _identity_of(cls.forward) == identity else None)
+
+
+def _identity_of(function: Any) -> tuple[Any, ...]:
+    """Returns what tells functions apart in another process: name and bytecode."""
+    code = getattr(function, "__code__", None)
+    names = (getattr(function, name, None) for name in ("__module__", "__qualname__"))
+    return *names, getattr(code, "co_code", None)
+
+
 class Swapped:
     """Mixin of the classes that :func:`swap_forward` creates."""
 
     _liger_dist_kind: Kind
-    _liger_dist_base: type[nn.Module]
+    _liger_dist_probed: ClassForward
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # A pickle cannot name a class defined at run time.
-        return _blank, (self._liger_dist_kind, self._liger_dist_base), vars(self)
+        return _blank, (self._liger_dist_kind, self._liger_dist_probed), vars(self)
 
 
 @contextmanager
@@ -126,7 +160,7 @@ def swap_forward(module: nn.Module, kind: Kind, match: Any, *, owner: str) -> No
     """
     check_swappable(module, has_forward=not kind.attribute)
     base = below_wrappers(type(module))
-    _install(module, with_base(type(module), base, _class_for(kind, base)), match, owner)
+    _install(module, with_base(type(module), base, _class_for(kind, ClassForward.of(base))), match, owner)
 
 
 def _install(module: nn.Module, cls: type, match: Any, owner: str) -> None:
@@ -164,7 +198,7 @@ def restore_forward(module: nn.Module, *, owner: str) -> None:
     if vars(module).get(_OWNER) != owner:
         return
     swapped: Any = next(cls for cls in type(module).__mro__ if "_liger_dist_kind" in vars(cls))
-    module.__class__ = with_base(type(module), swapped, swapped._liger_dist_base)
+    module.__class__ = with_base(type(module), swapped, swapped._liger_dist_probed.cls)
     if _REPLACED in vars(module):
         name, replaced = swapped._liger_dist_kind.attribute, vars(module).pop(_REPLACED)
         # Unless something else has been assigned since.
@@ -201,7 +235,7 @@ def match_of(module: nn.Module) -> Any:
 def original_forward(module: nn.Module) -> Forward:
     """Returns the forward of the module's class before the swap."""
     cls: Any = type(module)
-    forward: Forward = cls._liger_dist_base.forward
+    forward: Forward = cls._liger_dist_probed.cls.forward
     return forward
 
 
@@ -296,8 +330,7 @@ class PartState:
     """Submodule that a swapped forward no longer calls, such as an activation, as it was when its owner was matched."""
 
     part: nn.Module
-    kind: type
-    forward: Forward
+    forward: ClassForward
     attributes: dict[str, Any]
 
     @classmethod
@@ -309,11 +342,11 @@ class PartState:
         """
         if part._parameters or part._buffers or part._modules:
             raise LeftAloneError(f"its {type(part).__name__} has parameters, buffers or submodules")
-        return cls(part, type(part), type(part).forward, _attributes_of(part))
+        return cls(part, ClassForward.of(type(part)), _attributes_of(part))
 
     def is_unchanged(self, now: nn.Module | None) -> bool:
         """True if ``now`` is the part, and it has no hooks, patches or other attributes."""
-        if now is not self.part or type(now) is not self.kind or self.kind.forward is not self.forward:
+        if now is not self.part or type(now) is not self.forward.cls or not self.forward.is_current():
             return False
         if now._parameters or now._buffers or now._modules or has_hooks(now):
             return False
@@ -403,22 +436,21 @@ def runs_own_code(tensor: object, *, under_autocast: bool = True) -> bool:
     return tensor.dtype not in KERNEL_DTYPES or (not under_autocast and torch.is_autocast_enabled(tensor.device.type))
 
 
-def _class_for(kind: Kind, base: Any) -> Any:
-    probed = base.forward
+def _class_for(kind: Kind, probed: ClassForward) -> Any:
+    base = probed.cls
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         match, current = match_of(self), base.forward
         # Other code may have exchanged the class's forward, or still hold this one after the module was restored.
-        result = (
-            NotImplemented if match is None or current is not probed else kind.compute(self, match, *args, **kwargs)
-        )
+        is_probed = match is not None and current is probed.function
+        result = kind.compute(self, match, *args, **kwargs) if is_probed else NotImplemented
         return current(self, *args, **kwargs) if result is NotImplemented else result
 
-    members = {"_liger_dist_kind": kind, "_liger_dist_base": base, "_liger_dist_probed": probed}
+    members = {"_liger_dist_kind": kind, "_liger_dist_probed": probed}
     return subclass_of(base, Swapped, members if kind.attribute else {**members, "forward": forward})
 
 
-def _blank(kind: Kind, base: Any) -> nn.Module:
-    cls = _class_for(kind, base)
+def _blank(kind: Kind, probed: ClassForward) -> nn.Module:
+    cls = _class_for(kind, probed)
     module: nn.Module = cls.__new__(cls)
     return module

@@ -49,7 +49,7 @@ def subclass_of(base: Any, mixin: type, members: dict[str, Any] | None = None) -
     ``members`` (except ``forward``): modules of one class then stay of one class."""
     members = members or {}
     for found in base.__subclasses__():
-        is_same = all(vars(found).get(name) is value for name, value in members.items() if name != "forward")
+        is_same = all(vars(found).get(name) == value for name, value in members.items() if name != "forward")
         if found.__bases__ == (mixin, base) and is_same:
             return found
     named = {"__module__": base.__module__, "__qualname__": base.__qualname__}

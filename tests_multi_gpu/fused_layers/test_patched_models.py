@@ -4,8 +4,10 @@ code, or a refusal; never a different number without a word."""
 from __future__ import annotations
 
 import copy
+import io
 from contextlib import nullcontext
 from typing import Any, NamedTuple
+from unittest import mock
 
 import on_device
 import pytest
@@ -14,7 +16,14 @@ import torch.nn.functional as F
 from models import make_batch, make_config, make_model
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaForCausalLM, LlamaMLP, LlamaRMSNorm
+from transformers.models.llama import modeling_llama
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaDecoderLayer,
+    LlamaForCausalLM,
+    LlamaMLP,
+    LlamaRMSNorm,
+)
 from truth import relative_error
 
 import liger_dist
@@ -235,6 +244,55 @@ class Logits(LlamaForCausalLM):
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size)
         return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+
+def copied(model: Model, file: io.BytesIO) -> Model:
+    return copy.deepcopy(model)
+
+
+def loaded(model: Model, file: io.BytesIO) -> Model:
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def with_copied_layers(model: Model, file: io.BytesIO) -> Model:
+    """As PEFT's ``modules_to_save`` copies modules."""
+    model.model.layers = nn.ModuleList(map(copy.deepcopy, model.model.layers))
+    return model
+
+
+def halved(forward: Any) -> Any:
+    def patched(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        output = forward(self, *args, **kwargs)
+        return (0.5 * output[0], *output[1:]) if isinstance(output, tuple) else 0.5 * output
+
+    return patched
+
+
+def mirrored(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+    return 0.5 * q.flip(-1), k
+
+
+PATCHES: dict[str, tuple[Any, str, Any]] = {
+    f"forward of {cls.__name__}": (cls, "forward", halved(cls.forward))
+    for cls in (LlamaMLP, LlamaRMSNorm, LlamaAttention, nn.SiLU)
+} | {"rotary function": (modeling_llama, "apply_rotary_pos_emb", mirrored)}
+
+
+@pytest.mark.parametrize("make", [copied, loaded, with_copied_layers])
+@pytest.mark.parametrize("patch", PATCHES)
+def test_copies_made_after_a_patch_run_it(patch: str, make: Any) -> None:
+    model = build()
+    for layer in model.model.layers:
+        layer.mlp.act_fn = nn.SiLU()
+    reference = copy.deepcopy(model)
+    liger_dist.wrap(model)
+    file = io.BytesIO()
+    torch.save(model, file)
+    with mock.patch.object(*PATCHES[patch]):
+        twin = make(model, file)
+        assert_same_step(twin, reference)
+    assert_same_step(twin, reference)
 
 
 def test_what_a_call_does_otherwise_than_the_probe_is_refused() -> None:
