@@ -33,17 +33,17 @@ from liger_dist_kernels.expert_activation import gate_in_torch, split_projection
 from .grouped_experts import ExpertOptions, ExpertTensors, experts, supports
 from .swap import (
     PROBE_SCALES,
+    Attributes,
     Kind,
     LeftAloneError,
     PartState,
     Swapped,
     agrees,
     has_hooks,
-    has_settings,
     is_local,
     match_of,
+    numbers_of,
     probing,
-    settings_of,
 )
 
 NAME = "liger_dist"
@@ -90,7 +90,7 @@ class ExpertsMatch:
     """function that the module calls for its gate: of its class, or patched on the instance"""
     activation: PartState | None
     """module of the activation; None where the experts' class computes it"""
-    settings: dict[str, Any]
+    attributes: Attributes
     """attributes of the module when it was matched"""
 
     def __str__(self) -> str:
@@ -119,8 +119,9 @@ def _match(module: Any, backend: Backend) -> ExpertsMatch:
     names = (up, "down_proj", f"{up}_bias" if has_bias else None, "down_proj_bias" if has_bias else None)
     if any(name not in module._parameters for name in names if name is not None):
         raise LeftAloneError(f"it has no {up} and down_proj" + (" with biases" if has_bias else ""))
-    activation = module._modules.get("act_fn")
-    with probing(module):
+    activation, config = module._modules.get("act_fn"), _Config(module.config)
+    attributes = Attributes(module)
+    with probing(module), attributes.noting(module):
         gate = next(_gates(module, is_gated=is_gated), None)
         if gate is None:
             raise LeftAloneError("its activation is not a known one")
@@ -128,10 +129,10 @@ def _match(module: Any, backend: Backend) -> ExpertsMatch:
             options=ExpertOptions(gate=gate, is_transposed=module.is_transposed, backend=backend),
             names=names,
             implementation=implementation,
-            config=_Config(module.config),
+            config=config,
             apply_gate=_gate_function(module),
             activation=None if activation is None else PartState.of(activation),
-            settings=settings_of(module),
+            attributes=attributes,
         )
         if not agrees(partial(_probe, module, match), tolerance=TOLERANCE):
             raise LeftAloneError("it does not compute the weighted sum of its experts")
@@ -159,7 +160,7 @@ def _close(options: GateOptions, x: Tensor, truth: Tensor) -> bool:
 
 def _numbers_of(module: nn.Module) -> list[float]:
     """Returns the positive numbers on a module, which may be limits and slopes."""
-    return sorted({float(v) for v in settings_of(module).values() if type(v) in (int, float) and 0 < v < 1e8})
+    return sorted({float(value) for value in numbers_of(module) if 0 < value < 1e8})
 
 
 def _candidates(module: Any, *, is_gated: bool) -> Iterator[GateOptions]:
@@ -303,7 +304,7 @@ def _is_ready(module: nn.Module, match: ExpertsMatch, hidden_states: Tensor) -> 
     is_chosen = match.config.own._experts_implementation == match.implementation
     if not is_chosen or is_transformed() or hidden_states.dim() != 2:
         return False
-    if _gate_function(module) is not match.apply_gate or not _are_as_matched(module, match.settings):
+    if _gate_function(module) is not match.apply_gate or not _are_as_matched(module, match.attributes):
         return False
     if match.activation is not None and not match.activation.is_unchanged(module._modules.get("act_fn")):
         return False
@@ -315,11 +316,11 @@ def _gate_function(module: Any) -> Any:
     return getattr(method, "__func__", method)
 
 
-def _are_as_matched(module: nn.Module, settings: dict[str, Any]) -> bool:
+def _are_as_matched(module: nn.Module, attributes: Attributes) -> bool:
     if torch.compiler.is_compiling():
         # The compiler guards each that is read, and compiles again after a change.
-        return all(getattr(module, name, None) == value for name, value in settings.items())
-    return has_settings(module, settings)
+        return all(getattr(module, name, None) == value for name, value in attributes.simple)
+    return attributes.are_those_of(module)
 
 
 def _register() -> None:

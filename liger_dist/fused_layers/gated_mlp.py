@@ -31,22 +31,18 @@ from .mlp_tiles import compute_in_tiles, linear_without_output
 from .recompute import RecomputedFunction, free_copy, note_output, should_recompute
 from .swap import (
     PROBE_SCALES,
+    Attributes,
     Kind,
     LeftAloneError,
-    NotedConfig,
     PartState,
     agrees,
-    has_objects,
-    has_settings,
     in_mode,
     is_local,
     is_plain_linear,
     match_of,
-    objects_of,
     original_forward,
     probing,
     runs_own_code,
-    settings_of,
 )
 
 TOLERANCE = 1e-5
@@ -160,12 +156,8 @@ class GatedMatch:
     backend: Backend
     others: dict[str, PartState]
     """other submodules of the module, such as the activation, when it was matched"""
-    settings: dict[str, Any]
-    """attributes of the module when it was matched: values, strings and flags"""
-    objects: dict[str, Any]
-    """functions and lists among the attributes of the module"""
-    of_config: dict[str, Any]
-    """what the module's forward reads from its config"""
+    attributes: Attributes
+    """attributes of the module when it was matched"""
     tile_tokens: int | None = None
     """tokens of one tile; None for all tokens at once"""
 
@@ -266,6 +258,7 @@ def _explained(module: nn.Module, roles: tuple[str, str | None, str], backend: B
     gate, up, down = roles
     parts = ((name, part) for name, part in module._modules.items() if part is not None and name not in roles)
     others = {name: PartState.of(part) for name, part in parts}
+    attributes = Attributes(module)
     generator = torch.Generator().manual_seed(0)
     values = [[scale * torch.randn(1, 4, 8, generator=generator) for _ in range(2)] for scale in PROBE_SCALES]
     for gate_first in (True, False) if up is None else (True,):
@@ -278,9 +271,7 @@ def _explained(module: nn.Module, roles: tuple[str, str | None, str], backend: B
                 activation=activation,
                 backend=backend,
                 others=others,
-                settings=settings_of(module),
-                objects=objects_of(module),
-                of_config={},
+                attributes=attributes,
             )
             if all(_agrees(module, match, *case) for case in product(values, (False, True))):
                 return match
@@ -311,8 +302,8 @@ def _own(module: nn.Module, match: GatedMatch, gate: Tensor, up: Tensor, trainin
         for name, state in match.others.items():
             # Without their hooks, which must not see the probe.
             stack.enter_context(swapped(module._modules, name, StandIn(state.part, without_hooks)))
-        if "config" in vars(module):
-            stack.enter_context(swapped(vars(module), "config", NotedConfig(vars(module)["config"], match.of_config)))
+            stack.enter_context(state.attributes.noting(state.part))
+        stack.enter_context(match.attributes.noting(module))
         return type(module).forward(module, hidden_states)
 
 
@@ -358,11 +349,7 @@ def _fused(module: nn.Module, match: GatedMatch, hidden_states: Tensor, *, needs
 
 def _is_as_probed(module: nn.Module, match: GatedMatch) -> bool:
     """True if the module is unchanged, and its submodules that are no longer called have no user hooks."""
-    if not has_settings(module, match.settings):
-        return False
-    if not has_objects(module, match.objects):
-        return False
-    if match.of_config and not all(getattr(module.config, n, None) == v for n, v in match.of_config.items()):
+    if not match.attributes.are_those_of(module):
         return False
     return all(state.is_unchanged(module._modules.get(name)) for name, state in match.others.items())
 

@@ -25,7 +25,7 @@ from liger_dist_kernels import Backend, GatedNormOptions, gated_norm_bwd, gated_
 from .layout import in_layout
 from .norm import refuse_freed
 from .recompute import RecomputedFunction, free_copy, note_output, should_recompute
-from .swap import Kind, LeftAloneError, agrees, has_settings, in_mode, is_local, probing, runs_own_code, settings_of
+from .swap import Attributes, Kind, LeftAloneError, agrees, in_mode, is_local, numbers_of, probing, runs_own_code
 
 TOLERANCE = 1e-5
 MOST_FEATURES = 8192
@@ -94,8 +94,8 @@ class GatedNormMatch:
 
     options: GatedNormOptions
     backend: Backend
-    settings: dict[str, Any]
-    """attributes of the module when it was matched: values, strings and flags"""
+    attributes: Attributes
+    """attributes of the module when it was matched"""
 
     def __str__(self) -> str:
         options = self.options
@@ -110,7 +110,8 @@ class GatedNormMatch:
 
 def _is_candidate(module: nn.Module) -> bool:
     named = "norm" in type(module).__name__.lower()
-    return named and not module._modules and set(module._parameters) == {"weight"} and "gate" in _arguments(module)
+    holds = set(module._parameters) == {"weight"} and not module._modules and not module._buffers
+    return named and holds and "gate" in _arguments(module)
 
 
 def _arguments(module: nn.Module) -> list[str]:
@@ -134,7 +135,7 @@ def _match(module: nn.Module, backend: Backend) -> GatedNormMatch:
             raise LeftAloneError("it rounds in a way that is not known")
         if shape[0] > MOST_FEATURES * rounded.groups:
             raise LeftAloneError(f"its groups have more than {MOST_FEATURES} features")
-        return GatedNormMatch(options=rounded, backend=backend, settings=settings_of(module))
+        return GatedNormMatch(options=rounded, backend=backend, attributes=probe.attributes)
 
 
 class _Probe:
@@ -145,7 +146,7 @@ class _Probe:
     """
 
     def __init__(self, module: nn.Module, width: int) -> None:
-        self._module = module
+        self._module, self.attributes = module, Attributes(module)
         generator = torch.Generator().manual_seed(0)
         # Rows of very different sizes, so that the position of eps shows.
         sizes = torch.tensor([300.0, 3.0, 1.0, 1e-2, 1e-3])[:, None]
@@ -155,10 +156,10 @@ class _Probe:
 
     def candidates(self) -> Iterator[GatedNormOptions]:
         """Yields options without rounding: numbers that the module has, and both orders."""
-        settings = settings_of(self._module).values()
-        numbers = sorted({value for value in settings if isinstance(value, float) and 0 < value < 0.1})
+        found = numbers_of(self._module)
+        numbers = sorted({value for value in found if isinstance(value, float) and 0 < value < 0.1})
         width = len(self._weight)
-        counts = {value for value in settings if type(value) is int and 0 < value <= width and width % value == 0}
+        counts = {value for value in found if isinstance(value, int) and 0 < value <= width and width % value == 0}
         groups = sorted({1} | counts | {width // count for count in counts})
         for eps in numbers:
             for group in groups:
@@ -167,7 +168,8 @@ class _Probe:
                         yield GatedNormOptions(eps=eps, activation=activation, gates_first=gates_first, groups=group)
 
     def _own(self, x: Tensor, gate: Tensor, weight: Tensor, *, training: bool = False) -> Tensor:
-        with swapped(self._module._parameters, "weight", weight), in_mode(self._module, training):
+        noting = self.attributes.noting(self._module)
+        with swapped(self._module._parameters, "weight", weight), in_mode(self._module, training), noting:
             result: Tensor = type(self._module).forward(self._module, x, gate)
         return result
 
@@ -212,7 +214,7 @@ def _compute(
         return NotImplemented
     weight: Any = getattr(module, "weight", None)
     fits = is_local(weight) and tuple(weight.shape) == hidden_states.shape[-1:] and gate.shape == hidden_states.shape
-    if not fits or not has_settings(module, match.settings):
+    if not fits or not match.attributes.are_those_of(module):
         return NotImplemented
     compute = partial(gated_norm, weight=weight, options=match.options, backend=match.backend)
     if hidden_states.is_contiguous():

@@ -23,17 +23,14 @@ from liger_dist_kernels import Backend, NormOptions, norm_bwd, norm_fwd
 from .layout import in_layout
 from .recompute import RecomputedFunction, drop_outputs, free_copy, note_output, should_recompute
 from .swap import (
+    Attributes,
     Kind,
     LeftAloneError,
     agrees,
-    has_objects,
-    has_settings,
     in_mode,
     is_local,
-    objects_of,
     probing,
     runs_own_code,
-    settings_of,
 )
 
 TOLERANCE = 1e-5
@@ -127,9 +124,8 @@ class NormMatch:
     backend: Backend
     parameters: tuple[str, ...]
     """names of weight and bias, if it has them"""
-    settings: dict[str, Any]
-    objects: dict[str, Any]
-    """attributes of the module when it was matched: values, strings and flags"""
+    attributes: Attributes
+    """attributes of the module when it was matched"""
     under_autocast: bool
     """True if the module does the same under autocast"""
     keeps_layout: bool
@@ -179,8 +175,7 @@ def _explained(module: nn.Module, backend: Backend) -> NormMatch:
         options=rounded,
         backend=backend,
         parameters=tuple(given),
-        settings=settings_of(module),
-        objects=objects_of(module),
+        attributes=probe.attributes,
         under_autocast=not is_torchs and probe.same_under_autocast(rounded),
         keeps_layout=probe.keeps_layout(),
     )
@@ -191,10 +186,12 @@ class _Probe:
 
     def __init__(self, module: nn.Module, x: Tensor, values: dict[str, Tensor]) -> None:
         self.module, self.x, self.values = module, x, values
+        self.attributes = Attributes(module)
 
     def own(self, x: Tensor, values: dict[str, Tensor], *, training: bool = False) -> Tensor:
         with ExitStack() as stack:
             stack.enter_context(in_mode(self.module, training))
+            stack.enter_context(self.attributes.noting(self.module))
             for name, value in values.items():
                 stack.enter_context(swapped(self.module._parameters, name, value))
             result: Tensor = type(self.module).forward(self.module, x)
@@ -273,8 +270,7 @@ def _compute(module: nn.Module, match: NormMatch, hidden_states: Any = None, *ar
     found: dict[str, Any] = {name: getattr(module, name, None) for name in match.parameters}
     width = hidden_states.shape[-1]
     fits = all(is_local(tensor) and tuple(tensor.shape) == (width,) for tensor in found.values())
-    is_changed = not has_settings(module, match.settings) or _has_more(module, match.parameters)
-    if not fits or is_changed or not has_objects(module, match.objects):
+    if not fits or not match.attributes.are_those_of(module):
         return NotImplemented
     compute = partial(
         norm, weight=found.get("weight"), bias=found.get("bias"), options=match.options, backend=match.backend
@@ -282,11 +278,6 @@ def _compute(module: nn.Module, match: NormMatch, hidden_states: Any = None, *ar
     if hidden_states.is_contiguous():
         return compute(hidden_states)
     return in_layout(compute, hidden_states) if match.keeps_layout else compute(hidden_states.contiguous())
-
-
-def _has_more(module: nn.Module, parameters: tuple[str, ...]) -> bool:
-    """True if a weight or a bias has been added since."""
-    return any(value is not None and name not in parameters for name, value in module._parameters.items())
 
 
 NORM = Kind(
