@@ -11,10 +11,11 @@ the tiles run. So the recomputation ends there, if nothing after the module in t
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,8 @@ from liger_dist.errors import LigerDistError, refuse_second_order
 from liger_dist.model.peft import adapter_settings
 from liger_dist.model.stand_ins import swapped
 from liger_dist.sharding.deepspeed import is_stored_by_zero3
+
+from .swap import names_in
 
 Forward = Callable[[Tensor], Tensor]
 _ACCUMULATED = (torch.float16, torch.bfloat16)
@@ -183,7 +186,9 @@ class _Tiles(torch.autograd.Function):
             ctx.save_for_backward(tokens_TD)
         ctx.context, ctx.weights = _Context(module, tokens_TD.device), _Weights(module, weights)
         with ctx.context.autocasting(keeps_casts=False):
-            return _in_tiles(forward, tokens_TD, tile_tokens)
+            result = _in_tiles(forward, tokens_TD, tile_tokens)
+        ctx.context.end()
+        return result
 
     @staticmethod
     def backward(ctx: Any, d_result_TD: Tensor) -> tuple[Any, ...]:
@@ -239,22 +244,56 @@ def _added(total: Tensor | None, new: Tensor | None) -> Tensor | None:
     return total.add_(new)
 
 
-_CALLED = ("_modules", "_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
+_CALLED = (
+    "_modules",
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+_GLOBAL_HOOKS = tuple(f"_global{kind}" for kind in _CALLED[1:])
+_ABSENT = object()
 
 
 class _Context:
-    """Autocast, random number states, training modes, active adapters, submodules and hooks of a forward, for its
-    recomputation."""
+    """What a forward saw beside weights, for its recomputation: autocast, torch function modes, random number states,
+    hooks, active adapters, and the attributes that the code of its submodules mentions."""
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self.device = device.type
         self.devices = [device] if device.type == "cuda" else []
         self.autocast = torch.is_autocast_enabled(self.device)
         self.dtype = torch.get_autocast_dtype(self.device)
-        has_dropout = any(isinstance(part, nn.Dropout) and part.training and part.p > 0 for part in module.modules())
-        self.states = _random_states(self.device) if has_dropout else None
-        self.modes = [(part, "training", part.training) for part in module.modules()] + adapter_settings(module)
-        self.modes += [(part, name, dict(vars(part)[name])) for part in module.modules() for name in _CALLED]
+        self.modes = _function_modes()
+        parts = list(module.modules())
+        self.buffers = [(buffer, buffer._version) for part in parts for buffer in _buffers_of(part)]
+        self.forwards = {type(part): type(part).forward for part in parts}
+        self.settings = [(vars(part), name, value) for part, name, value in adapter_settings(module)]
+        everywhere = vars(nn.modules.module)
+        self.settings += [(everywhere, name, dict(everywhere[name])) for name in _GLOBAL_HOOKS if name in everywhere]
+        self.settings += [(vars(part), name, dict(vars(part)[name])) for part in parts for name in _CALLED]
+        self.attributes = [(part, _attributes_of(part)) for part in parts]
+        is_capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        has_dropout = any(isinstance(part, nn.Dropout) and part.training and part.p > 0 for part in parts)
+        # A CUDA graph that is captured does not tell its generator's state.
+        self.states = _random_states(device) if has_dropout or not is_capturing else None
+
+    def end(self) -> None:
+        """Frees the random number states after a forward that has drawn no numbers.
+
+        Raises:
+            LigerDistError: the forward wrote to a buffer.
+        """
+        if self.states is not None and all(map(torch.equal, self.states, _random_states(*self.devices))):
+            self.states = None
+        if any(buffer._version != version for buffer, version in self.buffers):
+            raise LigerDistError(
+                "a module inside an MLP that is computed in tiles writes to its buffers in its forward, as spectral "
+                "norms and batch norms do; tiles would write once each. Wrap with WrapConfig(mlp_tile_tokens=None)."
+            )
 
     def autocasting(self, *, keeps_casts: bool) -> AbstractContextManager[Any]:
         """Returns a context with the forward's autocast. Casts of weights without gradients must not be cached: later
@@ -262,20 +301,81 @@ class _Context:
         return torch.autocast(self.device, dtype=self.dtype, enabled=self.autocast, cache_enabled=keeps_casts)
 
     def restored(self) -> AbstractContextManager[Any]:
-        """Returns a context as in the forward; random number generators are restored afterwards."""
+        """Returns a context as in the forward; random number generators are restored afterwards.
+
+        Raises:
+            LigerDistError: the forward of a class was patched in between, or another torch function mode is active.
+        """
+        patched = next((cls for cls, forward in self.forwards.items() if cls.forward is not forward), None)
+        modes = _function_modes()
+        if patched is not None or (modes and modes != self.modes):
+            what = "another TorchFunctionMode is active" if patched is None else f"{patched.__name__}.forward changed"
+            raise LigerDistError(
+                f"{what} since the forward of an MLP that is computed in tiles, and the backward computes the tiles "
+                "again. Call backward under what the forward ran under, or wrap with WrapConfig(mlp_tile_tokens=None)."
+            )
         stack = ExitStack()
-        for part, name, value in self.modes:
-            if getattr(part, name) != value:
-                stack.enter_context(swapped(vars(part), name, value))
+        for mapping, name, value in self.settings:
+            if not _is_same(mapping[name], value):
+                stack.enter_context(swapped(mapping, name, value))
+        for part, then in self.attributes:
+            own, now = vars(part), _attributes_of(part)
+            for name in now.keys() | then.keys():
+                if name not in then:
+                    stack.enter_context(_absent(own, name))
+                elif not (_is_same(now.get(name, _ABSENT), then[name]) or isinstance(own.get(name), Tensor)):
+                    stack.enter_context(swapped(own, name, then[name]))
+        for mode in [] if modes else self.modes:
+            stack.enter_context(mode)
         stack.enter_context(self.autocasting(keeps_casts=True))
         if self.states is None:
             return stack
         stack.enter_context(torch.random.fork_rng(self.devices))
         torch.set_rng_state(self.states[0])
-        if self.device == "cuda":
-            torch.cuda.set_rng_state(self.states[1])
+        for device, state in zip(self.devices, self.states[1:], strict=True):
+            torch.cuda.set_rng_state(state, device)
         return stack
 
 
-def _random_states(device: str) -> tuple[Tensor, ...]:
-    return (torch.get_rng_state(), torch.cuda.get_rng_state()) if device == "cuda" else (torch.get_rng_state(),)
+def _attributes_of(part: nn.Module) -> dict[str, Any]:
+    """Returns the attributes of a module that the code of its class mentions, but for tensors: :class:`_Weights`
+    restores them, and engines exchange them."""
+    own, cls = vars(part), cast(Any, type(part))
+    read = own.keys() & (names_in(cls) | {"forward", "training"})
+    return {name: _copied(own[name]) for name in read if not isinstance(own[name], Tensor)}
+
+
+def _copied(value: Any) -> Any:
+    return copy.copy(value) if type(value) in (dict, list, set) else value
+
+
+def _is_same(now: Any, then: Any) -> bool:
+    """True for one object, or containers of the same ones."""
+    if now is then:
+        return True
+    if isinstance(now, dict) and isinstance(then, dict):
+        return now.keys() == then.keys() and all(now[key] is then[key] for key in then)
+    return isinstance(now, list | set) and isinstance(then, list | set) and [*map(id, now)] == [*map(id, then)]
+
+
+@contextmanager
+def _absent(mapping: dict[str, Any], name: str) -> Iterator[None]:
+    value = mapping.pop(name)
+    try:
+        yield
+    finally:
+        mapping[name] = value
+
+
+def _function_modes() -> list[Any]:
+    modes: list[Any] = torch.overrides._get_current_function_mode_stack()
+    return modes
+
+
+def _buffers_of(part: nn.Module) -> Iterator[Tensor]:
+    return (buffer for buffer in part._buffers.values() if buffer is not None and not buffer.is_inference())
+
+
+def _random_states(*devices: torch.device) -> list[Tensor]:
+    """Returns the states of the CPU's generator and of those of GPUs, which are kept on the CPU."""
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state(one) for one in devices if one.type == "cuda")]

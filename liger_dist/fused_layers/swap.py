@@ -291,7 +291,7 @@ class Attributes:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        own, names = vars(module), _names_in(below_wrappers(type(module)))
+        own, names = vars(module), names_in(below_wrappers(type(module)))
         self._held = frozenset(name for held in _HELD for name, value in own[held].items() if value is not None)
         self._names = names
         self._configs: list[str] = []
@@ -423,7 +423,7 @@ def numbers_of(module: nn.Module) -> list[int | float]:
 
 
 @lru_cache(maxsize=256)
-def _names_in(cls: Any) -> frozenset[str]:
+def names_in(cls: Any) -> frozenset[str]:
     """Returns names of the attributes of a class, and all names and words in the code of its methods: what its forward
     may read from an instance."""
     own = (base for base in cls.__mro__ if base not in (nn.Module, object))

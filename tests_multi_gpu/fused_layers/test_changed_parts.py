@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -332,6 +333,161 @@ def test_tiles_have_the_weights_of_the_forward(change: Callable[[Any], None]) ->
             change(model)
         found.append(torch.autograd.grad(loss, of_embedding)[0])
     torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-7)
+
+
+class Scaled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.factor * self.factors[0] * getattr(self, "later", 1.0)
+
+
+def with_scaled_projections(model: Any) -> None:
+    for mlp in each(model, "mlp"):
+        mlp.up_proj.__class__ = Scaled
+        mlp.up_proj.factor, mlp.up_proj.factors = 1.0, [1.0]
+
+
+def with_dropout(model: Any) -> None:
+    for mlp in each(model, "mlp"):
+        dropout = nn.Sequential(nn.Dropout(0.3), mlp.down_proj)
+        dropout.in_features, dropout.out_features = 24, 16
+        mlp.down_proj = dropout
+
+
+def with_keyword_hook(model: Any) -> None:
+    for mlp in each(model, "mlp"):
+        mlp.hook = mlp.up_proj.register_forward_pre_hook(
+            lambda module, args, kwargs: ((0.5 * args[0],), kwargs), with_kwargs=True
+        )
+
+
+def of_projections(change: Callable[[Any], Any]) -> Callable[[Any], None]:
+    def changed(model: Any) -> None:
+        for mlp in each(model, "mlp"):
+            change(mlp.up_proj)
+
+    return changed
+
+
+def other_forward(projection: Any) -> None:
+    projection.forward = lambda x: torch.zeros(*x.shape[:-1], 24, device=compute_device())
+
+
+def other_probability(model: Any) -> None:
+    for mlp in each(model, "mlp"):
+        mlp.down_proj[0].p = 0.8
+
+
+def without_hook(model: Any) -> None:
+    for mlp in each(model, "mlp"):
+        mlp.hook.remove()
+
+
+BETWEEN = {
+    "forward of an instance": (nothing, of_projections(other_forward)),
+    "number": (with_scaled_projections, of_projections(lambda one: setattr(one, "factor", 3.0))),
+    "item": (with_scaled_projections, of_projections(lambda one: one.factors.__setitem__(0, 3.0))),
+    "absent attribute": (with_scaled_projections, of_projections(lambda one: setattr(one, "later", 3.0))),
+    "deleted attribute": (with_scaled_projections, of_projections(lambda one: delattr(one, "factor"))),
+    "p of a dropout": (with_dropout, other_probability),
+    "hook with keywords": (with_keyword_hook, without_hook),
+}
+
+
+@pytest.mark.parametrize("what", BETWEEN)
+def test_tiles_have_the_attributes_of_the_forward(what: str) -> None:
+    prepare, change = BETWEEN[what]
+    found = []
+    for is_changed in (False, True):
+        model: Any = make_model("llama", dtype=torch.float32).train()
+        prepare(model)
+        liger_dist.wrap(model, "none", config=liger_dist.WrapConfig(mlp_tile_tokens=7))
+        torch.manual_seed(3)
+        loss = model(**make_batch(0)).loss
+        if is_changed:
+            change(model)
+        found.append(torch.autograd.grad(loss, model.model.embed_tokens.weight)[0])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-7)
+
+
+class HalvedLinear(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        return 0.5 * result if function is F.linear and result.shape[-1] == 24 else result
+
+
+@pytest.mark.parametrize("when", ["forward", "backward", "both"])
+@pytest.mark.parametrize("kind", ["global hook", "torch function mode", "forward of a class"])
+def test_tiles_under_what_ends_or_begins_before_the_backward(kind: str, when: str) -> None:
+    def context() -> Any:
+        if kind == "torch function mode":
+            return HalvedLinear()
+        if kind == "forward of a class":
+            original = nn.Linear.forward
+            return mock.patch.object(nn.Linear, "forward", lambda module, x: 0.5 * original(module, x))
+        stack = ExitStack()
+        hook = nn.modules.module.register_module_forward_hook(
+            lambda module, args, output: 0.5 * output if isinstance(module, nn.Linear) else None
+        )
+        stack.callback(hook.remove)
+        return stack
+
+    is_refused = (kind, when) == ("torch function mode", "backward") or kind == "forward of a class"
+    found: list[Tensor] = []
+    own: Any = make_model("llama", dtype=torch.float32)
+    config = liger_dist.WrapConfig(mlp_tile_tokens=7, fused_loss=False)
+    for model in (own, liger_dist.wrap(copy.deepcopy(own), "none", config=config)):
+        with context() if when != "backward" else nullcontext():
+            loss = model(**make_batch(0)).loss
+        with ExitStack() as stack:
+            if found and is_refused:
+                stack.enter_context(pytest.raises(liger_dist.LigerDistError, match="since the forward of an MLP"))
+            stack.enter_context(context() if when != "forward" else nullcontext())
+            found.append(torch.autograd.grad(loss, model.model.embed_tokens.weight)[0])
+    if is_refused:
+        assert len(found) == 1
+        return
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-6)
+
+
+DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "F.dropout": lambda x: F.dropout(x, 0.5, True),
+    "F.alpha_dropout": lambda x: F.alpha_dropout(x, 0.5, True),
+    "rand_like": lambda x: x * torch.rand_like(x),
+    "bernoulli": lambda x: x * torch.bernoulli(torch.full_like(x, 0.5)),
+    "of the CPU": lambda x: x * torch.rand(x.shape[-1]).to(x.device),
+}
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+def test_tiles_draw_the_random_numbers_of_the_forward(draw: str) -> None:
+    model: Any = make_model("llama", dtype=torch.float32)
+    liger_dist.wrap(model, "none", config=liger_dist.WrapConfig(mlp_tile_tokens=7))
+    drawn: list[list[Tensor]] = [[], []]
+
+    def hook(noted: list[Tensor], module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        result = DRAWS[draw](output)
+        noted.append(result.detach().clone())
+        return result
+
+    for mlp, noted in zip(each(model, "mlp"), drawn, strict=True):
+        mlp.gate_proj.register_forward_hook(partial(hook, noted))
+    loss = model(**make_batch(0)).loss
+    before = torch.get_rng_state()
+    loss.backward()
+    assert torch.equal(torch.get_rng_state(), before)
+    for noted in drawn:
+        half = len(noted) // 2
+        assert half > 1
+        torch.testing.assert_close(noted[half:], noted[:half], rtol=1e-5, atol=1e-6)
+
+
+def test_tiles_of_a_projection_that_writes_its_buffers_are_refused() -> None:
+    model: Any = make_model("llama", dtype=torch.float32)
+    for mlp in each(model, "mlp"):
+        torch.nn.utils.spectral_norm(mlp.gate_proj)
+    liger_dist.wrap(model, "none", config=liger_dist.WrapConfig(mlp_tile_tokens=7))
+    with pytest.raises(liger_dist.LigerDistError, match="writes to its buffers in its forward"):
+        model(**make_batch(0))
 
 
 def test_tiles_take_the_weights_of_a_functional_call() -> None:
