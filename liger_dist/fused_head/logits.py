@@ -6,6 +6,7 @@ this tensor unchanged. Whatever would read logits that were never computed is re
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from inspect import signature
@@ -52,6 +53,72 @@ _TRANSPOSED_ATTRIBUTES = frozenset(("T", "mT", "H", "mH"))
 
 
 _LOGITS = object()
+_FULL = (Tensor, torch.nn.Parameter)
+_WRITING = re.compile(r"(__i\w+__|[a-z]\w*_)$")
+"""names of operations in place, among those of :data:`_ARITHMETIC`"""
+
+
+class TensorOperand:
+    """Tensor that a model multiplies or adds to its logits. Equals one of the same values: by memory and version,
+    else by a comparison, for which the host waits where both are on a GPU."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.trains = tensor.detach(), tensor.requires_grad
+        self.version = None if tensor.is_inference() else tensor._version
+        self._equal: TensorOperand | None = None
+        """the operand of the latest call, which had these values"""
+
+    def kept(self) -> TensorOperand:
+        """A copy with memory that the model does not write to."""
+        copy = TensorOperand(self.tensor.clone())
+        copy.trains = self.trains
+        return copy
+
+    def __str__(self) -> str:
+        shape = tuple(self.tensor.shape)
+        # Only errors show it, so that the host may wait for a GPU.
+        return f"tensor({self.tensor.item():g})" if self.tensor.numel() == 1 else f"a tensor of shape {shape}"
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, TensorOperand):
+            return NotImplemented
+        if other._equal is not None and other._equal._is_unchanged(self):
+            return True
+        is_same = self._is_unchanged(other) or self._has_values_of(other)
+        other._equal = self if is_same else None
+        return is_same
+
+    def _is_unchanged(self, now: TensorOperand) -> bool:
+        """True if ``now`` is this tensor, which has not been written to."""
+        one, two = self.tensor, now.tensor
+        versions = {self.version, now.version, None if one.is_inference() else one._version}
+        where = [(x.data_ptr(), x.dtype, x.device, x.shape, x.stride()) for x in (one, two) if type(x) in _FULL]
+        is_same = len(where) == 2 and where[0] == where[1] and where[0][0] != 0
+        return is_same and self.trains == now.trains and len(versions) == 1 and None not in versions
+
+    def _has_values_of(self, other: TensorOperand) -> bool:
+        one, two = self.tensor, other.tensor
+        if self.trains != other.trains or _without_ones(one.shape) != _without_ones(two.shape):
+            return False
+        if one.is_meta or two.is_meta or not (type(one) in _FULL and type(two) in _FULL):
+            return True
+        two = two.reshape(one.shape).to(one.device)
+        # A number that the model makes in the dtype of its logits is rounded to it.
+        return torch.equal(two.to(one.dtype), one) or torch.equal(one.to(two.dtype), two)
+
+
+def _without_ones(shape: torch.Size) -> tuple[int, ...]:
+    first = next((place for place, size in enumerate(shape) if size != 1), len(shape))
+    return tuple(shape[first:])
+
+
+def with_operands(
+    changes: tuple[tuple[Any, ...], ...], to: Callable[[TensorOperand], TensorOperand]
+) -> tuple[tuple[Any, ...], ...]:
+    """Returns the changes with other tensors among their operands."""
+    return tuple(tuple(to(part) if isinstance(part, TensorOperand) else part for part in one) for one in changes)
 
 
 class CarriedLoss(Protocol):
@@ -74,6 +141,10 @@ class FusedLogits(Tensor):
     _reshapes: tuple[_Operation, ...]
     """the views and selections of the model's code that have led to this tensor, whose sizes they change"""
     _changes: tuple[tuple[Any, ...], ...]
+    _writes: list[tuple[Any, ...]]
+    """arithmetic in place of the model's code on this tensor and all its views and aliases, which share the list"""
+    _seen: tuple[int, ...]
+    """places in that list of the writes that are among this tensor's changes"""
     _is_clipped: bool
 
     @staticmethod
@@ -81,7 +152,7 @@ class FusedLogits(Tensor):
         """``logits`` ``[..., 0]`` that carry ``loss``; without one they refuse to be read."""
         carrier: FusedLogits = _Carry.apply(logits)  # type: ignore[no-untyped-call]
         state = {"_carried": loss, "_vocab_size": vocab_size, "_reshapes": (), "_changes": (), "_is_clipped": False}
-        vars(carrier).update(state)
+        vars(carrier).update(state, _writes=[], _seen=())
         return carrier
 
     def refusing(self) -> FusedLogits:
@@ -98,10 +169,14 @@ class FusedLogits(Tensor):
 
     @property
     def changes(self) -> tuple[tuple[Any, ...], ...]:
-        """The arithmetic and selections that the model's code has done: name and numbers of each operation, "tensor"
-        for a tensor. Slices are counted from both ends, so that they are the same at every length."""
+        """The arithmetic and selections that the model's code has done: name and operands of each operation, then
+        writes to views and aliases. Slices are counted from both ends, so that they are the same at every length."""
         changes: tuple[tuple[Any, ...], ...] = vars(self)["_changes"]
-        return changes
+        writes, seen = vars(self)["_writes"], vars(self)["_seen"]
+        if len(writes) == len(seen):
+            return changes
+        unseen = (write for place, write in enumerate(writes) if place not in seen)
+        return *changes, *((f"{name} of a view or alias", *operands) for name, *operands in unseen)
 
     @property
     def is_clipped(self) -> bool:
@@ -140,7 +215,9 @@ class FusedLogits(Tensor):
         name = func.__name__
         if name in _PASSING:
             return carrier
-        attribute = getattr(getattr(func, "__self__", None), "__name__", None) if name == "__get__" else None
+        attribute = (
+            getattr(getattr(func, "__self__", None), "__name__", None) if name in ("__get__", "__set__") else None
+        )
         operation = _Operation.of(func, args, kwargs)
         if name in _RESHAPING or attribute in _TRANSPOSED_ATTRIBUTES:
             return carrier._after(operation)
@@ -155,11 +232,17 @@ class FusedLogits(Tensor):
         if (name in _SIZES or attribute in _SIZE_ATTRIBUTES) and not is_compiled_now():
             return operation.on(carrier._without_memory())
         if name in _CHANGING:
-            operands = (value for value in (*args, *kwargs.values()) if value is not carrier)
-            numbers = ("tensor" if isinstance(value, Tensor) else value for value in operands)
+            carrier = kwargs.get("out", carrier)
+            operands = (value for value in (*args, *kwargs.values()) if not isinstance(value, FusedLogits))
+            change = name.strip("_"), *(TensorOperand(one) if isinstance(one, Tensor) else one for one in operands)
             # In place or not: the caller has one tensor, and a copy would cost a node of autograd.
-            vars(carrier)["_changes"] += ((name.strip("_"), *numbers),)
+            vars(carrier)["_changes"] += (change,)
+            if _WRITING.match(name) or "out" in kwargs:
+                vars(carrier)["_seen"] += (len(vars(carrier)["_writes"]),)
+                vars(carrier)["_writes"].append(change)
             return carrier
+        if name == "__set__" and attribute == "data":
+            raise LogitsNotComputedError(f"data of fused logits was assigned: {HOW_TO_GET_LOGITS}")
         if name == "register_hook" and not _is_of_framework(args[-1]):
             raise LogitsNotComputedError(
                 "a gradient hook was registered on logits that were never computed; register it on lm_head's weight or "

@@ -32,7 +32,7 @@ from liger_dist.sharding.tensor_parallel import placed_like
 
 from .call import IGNORE_INDEX, TOKEN_ACCURACY, WrapId
 from .label_checks import CHANGED_LABELS, OTHER_TOKENS, check_further, check_options
-from .logits import FusedLogits
+from .logits import FusedLogits, TensorOperand, with_operands
 from .recipe import LossRecipe, selects_by_tensor
 
 Compute = Callable[[Tensor, Head, Tensor], LossOutput]
@@ -384,8 +384,11 @@ class PendingLoss:
                 "WrapConfig(fused_loss=False)."
             )
         if isinstance(logits, FusedLogits):
-            changes, seen = logits.changes, self.call.recipe.changes
-            if changes != seen and not self.call.recipe.allows(changes):
+            changes, recipe = logits.changes, self.call.recipe
+            if recipe.transform.bias is not None:
+                recipe = self._with_buffer(recipe)
+            seen = recipe.changes
+            if changes != seen and not recipe.allows(changes):
                 raise LigerDistError(
                     f"{name} did {_listed(changes)} to its logits, but {_listed(seen)} when "
                     "it was wrapped, which is what its loss was computed with. Unwrap it and wrap it again after such "
@@ -408,6 +411,12 @@ class PendingLoss:
         self.node = loss.grad_fn
         self.others = dict(zip(self.call.spec.differentiable_outputs, others, strict=True))
         return cast(Tensor, loss)
+
+    def _with_buffer(self, recipe: LossRecipe) -> LossRecipe:
+        """Returns the recipe with the buffer that this call's loss has read as the tensor that is added to logits."""
+        assert self.call.spec.logit_bias is not None
+        buffer = TensorOperand(self.call.spec.logit_bias)
+        return replace(recipe, changes=with_operands(recipe.changes, lambda probed: buffer))
 
     def take(self, logits: FusedLogits) -> Tensor:
         """Returns the loss where this library's own code has called lm_head."""

@@ -23,7 +23,7 @@ from liger_dist.model.peft import heads_at
 from liger_dist.model.stand_ins import stand_ins, swapped
 from liger_dist.model.structure import Structure, full_shape
 
-from .logits import HOW_TO_GET_LOGITS, FusedLogits
+from .logits import HOW_TO_GET_LOGITS, FusedLogits, TensorOperand, with_operands
 from .probe_matching import IGNORED, Arrival, Finished, FurtherLabels, alignments, candidates, further_labels
 from .recipe import HeadCalls, LogitTransform, LossRecipe, NotFusableError, Targets
 
@@ -97,7 +97,8 @@ class _Carried:
 
     def finish(self, logits: FusedLogits, targets: Tensor, *, is_aligned: bool) -> Tensor:
         """Notes that a loss was called with ``logits``."""
-        finished = Finished(self.call, logits, logits.changes, targets.as_subclass(Tensor), is_aligned)
+        changes = with_operands(logits.changes, TensorOperand.kept)
+        finished = Finished(self.call, logits, changes, targets.as_subclass(Tensor), is_aligned)
         self.probe.finished.append(finished)
         return torch.tensor(PROBE_LOSS)
 
