@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_dist.errors import refuse_second_order
+from liger_dist.model.peft import hooks_rows
 from liger_dist.model.stand_ins import StandIn, swapped, without_hooks
 from liger_dist.model.torch_modes import is_transformed
 from liger_dist.sharding.deepspeed import is_stored_by_zero3
@@ -312,7 +313,7 @@ def _compute(module: nn.Module, match: GatedMatch, hidden_states: Any = None, *a
     if torch.compiler.is_compiling() or hidden_states is None or args or kwargs or not _is_as_probed(module, match):
         return NotImplemented
     is_own = runs_own_code(hidden_states)
-    if match.tile_tokens is not None and _has_tiles(match.tile_tokens, hidden_states):
+    if match.tile_tokens is not None and _has_tiles(match.tile_tokens, hidden_states) and not hooks_rows(module):
         # The backward does not look at the match: the module may have been restored by then.
         own = functools.partial(original_forward(module), module)
         compute = own if is_own else functools.partial(_fused, module, match)

@@ -60,6 +60,13 @@ def adapter_settings(module: nn.Module) -> list[tuple[nn.Module, str, Any]]:
     return [(layer, name, copy(getattr(layer, name))) for layer in layers for name in _DECIDING if hasattr(layer, name)]
 
 
+def hooks_rows(module: nn.Module) -> bool:
+    """True in a call for which PEFT has hooked what belongs to each row of the batch onto the layers in ``module``:
+    names of adapters, or the offsets of aLoRA."""
+    hooks = (hook for part in module.modules() for hook in part._forward_pre_hooks.values())
+    return any((getattr(getattr(hook, "func", hook), "__module__", None) or "").startswith("peft.") for hook in hooks)
+
+
 _DECIDING = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
 
 

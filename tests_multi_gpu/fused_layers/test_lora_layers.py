@@ -268,6 +268,19 @@ def test_outputs_may_be_changed_in_place(name: str) -> None:
     assert_as_peft(wrapped, own)
 
 
+@pytest.mark.parametrize("tile_tokens", [3, 7])
+def test_rows_with_adapters_of_their_own_are_not_cut_into_tiles(tile_tokens: int) -> None:
+    models = [adapted() for _ in range(2)]
+    for model in models:
+        model.add_adapter("other", peft.LoraConfig(r=2, target_modules="all-linear"))
+        fill(model)
+        model.eval()
+    wrapped: Any = liger_dist.wrap(models[0], "none", config=liger_dist.WrapConfig(mlp_tile_tokens=tile_tokens))
+    batch = make_batch(0) | {"adapter_names": ["default", "other", "__base__"]}
+    losses = [model(**batch, use_cache=False).loss for model in (wrapped, models[1])]
+    assert relative_error(*losses) < 1e-5
+
+
 def test_a_forward_that_raises_frees_its_outputs() -> None:
     wrapped = liger_dist.wrap(adapted(), "none")
 
