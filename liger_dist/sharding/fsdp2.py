@@ -38,7 +38,7 @@ from liger_dist.model.structure import Structure, input_embedding, stored_parame
 from . import encoders
 from .base import DataParallel, Facts, FullWeight, Initializer, ShardingAdapter, Storage
 from .float8 import Recipe, check_float8, convert, numbers_of_experts, precompute_scales
-from .fsdp2_forward import ROOT, param_groups
+from .fsdp2_forward import ROOT, param_groups, unreduced_gradients
 from .fsdp_options import FullySharded, cast_inputs, shares_parameters
 from .loading import LoadedShards
 from .materialize import materialize
@@ -47,7 +47,7 @@ from .packed_bytes import pack_four_bit_layers
 from .process_groups import compute_device
 from .sequence_parallel import SequenceAxis, attach, detach
 from .tensor_parallel import TensorParallelAdapter, linear_heads, parallelize_heads, row_shard_reasons
-from .vocab_parallel import check_row_shards, shard_rows
+from .vocab_parallel import check_row_shards, row_shards_of, shard_rows
 
 LMHead = Literal["gather", "vocab_parallel"]
 CPU = torch.device("cpu")
@@ -369,8 +369,10 @@ def reduces_over_replicas(model: nn.Module) -> bool:
 
 def unfinished_reduction(model: nn.Module) -> str | None:
     """Says why gradients are not fully reduced (gradient accumulation or no-sync), as a clause; None if they are."""
+    if any(shards is not None and shards.unreduced for shards in map(row_shards_of, model.modules())):
+        return "lm_head's row shards hold gradients that have not been summed over the replicas yet"
     for group in param_groups(model):
-        if any(param.unsharded_accumulated_grad is not None for param in group.fsdp_params):
+        if any(unreduced_gradients([group])):
             return "FSDP2 holds gradients that it has not reduced yet"
         if not group.reduce_grads:
             return "FSDP2's gradient reduction is turned off (set_requires_gradient_sync(False))"

@@ -3,13 +3,13 @@ of which only a part ran."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from liger_dist.model.stand_ins import swapped
@@ -88,6 +88,20 @@ def end_failed_backward(root: nn.Module) -> None:
             group._post_forward_indices.clear()
             group.comm_ctx.post_forward_order.clear()
     reshard_all(root)
+
+
+def unreduced_gradients(groups: Iterable[Any]) -> Iterator[tuple[Any, str, Tensor]]:
+    """Yields object, attribute and value of each gradient that ``groups`` hold and have not reduced: sums of no-sync
+    micro-batches, and what a backward that raised has left."""
+    for group in groups:
+        holders = [(group, "_partial_reduce_output")]  # of HSDP without all-reduce
+        for record in group.fsdp_params:
+            # FSDP2 moves the sum out of ``.grad`` only where that has another dtype than ``reduce_dtype``.
+            holders += [(record, "unsharded_accumulated_grad"), (vars(record).get("_unsharded_param"), "grad")]
+        for holder, name in holders:
+            gradient = getattr(holder, name, None)
+            if gradient is not None:
+                yield holder, name, gradient
 
 
 def begin_outside_inference_mode(root: nn.Module) -> None:

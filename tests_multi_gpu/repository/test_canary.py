@@ -205,6 +205,7 @@ ATTRIBUTES: dict[str, tuple[tuple[str, ...], str]] = {
             "_reset_sharded_params",
             "_orig_dtype",
             "_post_forward_indices",
+            "_partial_reduce_output",
             "post_forward_order",
         ),
         "fsdp2.py cannot read mesh, divide factor and no-sync of a group",

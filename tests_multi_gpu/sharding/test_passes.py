@@ -33,6 +33,7 @@ FSDP2_OPTIONS: dict[str, dict[str, Any]] = {
     "fsdp2, frozen replicated": {"frozen": "replicate"},
     "vocab-parallel": {"lm_head": "vocab_parallel"},
     "vocab-parallel, not resharded": {"lm_head": "vocab_parallel", "reshard_after_forward": False},
+    "vocab-parallel, replicas": {"lm_head": "vocab_parallel", "mesh": (2, 1)},
 }
 FSDP1_OPTIONS: dict[str, dict[str, Any]] = {
     "fsdp1": {},
