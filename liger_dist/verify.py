@@ -25,7 +25,7 @@ from .model.documents import LENGTHS, read_documents
 from .model.peft import active_head
 from .rank_agreement import GradientErrors, disagreements, disagreements_of_gradients
 from .sequences import gather_batch
-from .sharding import deepspeed, fsdp1, fsdp1_forward, fsdp2
+from .sharding import deepspeed, fsdp1, fsdp1_forward, fsdp2, resharding
 from .sharding.process_groups import sentences_of_all_ranks
 from .sharding.reentrant_layers import is_reentrant
 from .sharding.sequence_parallel import SequenceAxis, detached, sequence_axis_of
@@ -353,6 +353,10 @@ def _unfinished_step(root: nn.Module) -> str | None:
     """Which part of an optimizer step has begun and not ended, as a clause; None between steps."""
     if deepspeed.is_engine(root) and deepspeed.has_unfinished_step(root):
         return "DeepSpeed has gradients that wait for engine.step()"
+    try:
+        resharding.end_failed_backward(inner_model(root))
+    except LigerDistError as error:
+        return str(error).rstrip(".")
     if any(p.grad is not None and bool((p.grad != 0).any()) for p in root.parameters()):
         return "gradients are waiting for an optimizer step"
     if fsdp1_forward.awaits_backward(fsdp1_forward.units_of(root)):

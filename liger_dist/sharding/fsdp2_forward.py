@@ -69,25 +69,30 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def end_failed_backward(root: nn.Module) -> None:
+def end_failed_backward(root: nn.Module) -> bool:
     """Ends a backward that has raised, at the next forward: FSDP2 would neither reduce nor reshard in later ones.
-    Gradients that it had not reduced are dropped."""
+
+    Returns:
+        True if one had raised. Gradients that it has not reduced are left: :func:`unreduced_gradients`.
+    """
     assert isinstance(root, FSDPModule)
     context = root._get_fsdp_state()._state_ctx
     if not context.post_backward_final_callback_queued or in_backward():
-        return
+        return False
     context.post_backward_final_callback_queued = False
     for state in context.all_states:
         for part in (state, *groups_of(state)):
             part._training_state = type(part._training_state).IDLE
         for group in groups_of(state):
-            for record in group.fsdp_params:
-                record.unsharded_accumulated_grad = None
-                if "_unsharded_param" in vars(record):
-                    record.unsharded_param.grad = None
             group._post_forward_indices.clear()
             group.comm_ctx.post_forward_order.clear()
     reshard_all(root)
+    return True
+
+
+def reduces_all(root: nn.Module) -> bool:
+    """True if a backward that runs now reduces all gradients, over replicas too (no no-sync)."""
+    return all(group.reduce_grads and group.all_reduce_grads for group in all_groups(root))
 
 
 def unreduced_gradients(groups: Iterable[Any]) -> Iterator[tuple[Any, str, Tensor]]:
@@ -155,7 +160,7 @@ def keep_changed_flags(root: nn.Module, trained: dict[int, bool]) -> None:
     if not trained:
         return
     # Also of those that a backward has resharded since.
-    for group in _groups(root):
+    for group in all_groups(root):
         for record in group.fsdp_params:
             before = trained.get(id(record))
             now = before is not None and record._unsharded_param.requires_grad
@@ -166,18 +171,18 @@ def keep_changed_flags(root: nn.Module, trained: dict[int, bool]) -> None:
 def read_dtypes(root: nn.Module) -> None:
     """Reads the dtypes of gradients of groups that train now and were frozen in their first forward, in which FSDP2 has
     read none."""
-    for group in _groups(root):
+    for group in all_groups(root):
         if group._orig_dtype is None and any(record.sharded_param.requires_grad for record in group.fsdp_params):
             group._init_mp_dtypes()
 
 
 def full_parameters(root: nn.Module) -> frozenset[int]:
     """Returns the ids of the full parameters that FSDP2 frees and all-gathers into."""
-    records = (record for group in _groups(root) for record in group.fsdp_params)
+    records = (record for group in all_groups(root) for record in group.fsdp_params)
     return frozenset(id(vars(record).get("_unsharded_param")) for record in records) - {id(None)}
 
 
-def _groups(root: nn.Module) -> Iterator[Any]:
+def all_groups(root: nn.Module) -> Iterator[Any]:
     """Yields the groups of ``root`` and of all modules that its forward runs; none before its first forward."""
     assert isinstance(root, FSDPModule)
     for state in root._get_fsdp_state()._state_ctx.all_states:
@@ -186,7 +191,7 @@ def _groups(root: nn.Module) -> Iterator[Any]:
 
 def unsharded(root: nn.Module) -> list[Any]:
     """Returns the groups whose parameters are unsharded now."""
-    return [group for group in _groups(root) if group.is_unsharded]
+    return [group for group in all_groups(root) if group.is_unsharded]
 
 
 def keep_output_dtype(model: nn.Module, policy: MixedPrecisionPolicy) -> None:

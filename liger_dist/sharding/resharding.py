@@ -22,10 +22,12 @@ awaits its backward. FSDP1 always frees it: it would neither all-gather anew, no
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +42,7 @@ from liger_dist.model.torch_modes import untraced
 
 from . import fsdp1_forward, fsdp2_forward
 from .optimizer_steps import call_before_steps, call_no_longer
+from .vocab_parallel import row_shards_of
 
 _GENERATING: ContextVar[frozenset[int]] = ContextVar("liger_dist_generating", default=frozenset())
 """ids of the roots whose ``generate`` runs in this context"""
@@ -68,17 +71,24 @@ class _Root:
         gradient in their forward"""
         self._before: fsdp1_forward.BeforeForward | None = None
         """state from before this forward"""
+        self._row_shards = {id(rows): rows for m in module.modules() if (rows := row_shards_of(m)) is not None}
+        """of a vocab-parallel lm_head and its tied embeddings, by id"""
+        self._unreduced: dict[Any, tuple[ref[Tensor], int]] = {}
+        """gradients that were unreduced before the last forward, with their versions: sums of no-sync micro-batches"""
+        self._awaits_no_sync = False
+        """True if another forward awaited its backward before the last one, and that would not reduce its gradients"""
 
     @untraced
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._fsdp is fsdp2_forward:
-            fsdp2_forward.end_failed_backward(self.module)
+            self.end_failed_backward()
         if self._fsdp.is_running(self._sharded):
             return
         self._is_entered = True
         if torch.is_inference_mode_enabled():
             self._fsdp.begin_outside_inference_mode(self._sharded)
         if id(self.module) not in _GENERATING.get():
+            self._note_unreduced()
             self._keep_changed_flags()
             self._reshard_all()
         if self._fsdp is fsdp1_forward:
@@ -109,6 +119,50 @@ class _Root:
         """Ends a forward that has raised outside of the model's own, in a hook or in a wrapper."""
         if self._is_entered:
             self.abandon_forward()
+
+    def end_failed_backward(self) -> None:
+        """Ends a backward of FSDP2 that has raised, and drops the gradients that it has left unreduced.
+
+        Raises:
+            LigerDistError: it has added to, or reduced, gradients of earlier no-sync micro-batches, or it is not known
+                which of the gradients are its own. All unreduced gradients are dropped.
+        """
+        if self._fsdp is fsdp1_forward or not fsdp2_forward.end_failed_backward(self.module):
+            return
+        now = {key: (gradient, drop) for key, gradient, drop in self._unreduced_gradients()}
+        kept = {
+            key
+            for key, (gradient, version) in self._unreduced.items()
+            if key in now and now[key][0] is gradient() and now[key][0]._version == version
+        }
+        are_known = len(kept) == len(self._unreduced) and not self._awaits_no_sync
+        for key, (_, drop) in now.items():
+            if not (are_known and key in kept):
+                drop()
+        self._unreduced, self._awaits_no_sync = {}, False
+        if not are_known:
+            raise LigerDistError(
+                "a backward has raised, and its gradients cannot be told from those of earlier micro-batches of the "
+                "step, which were not reduced (set_requires_gradient_sync(False)); all of them are dropped. Call "
+                "zero_grad() and begin again with the first micro-batch of the step."
+            )
+
+    def _note_unreduced(self) -> None:
+        """Notes gradients of earlier no-sync micro-batches, so that those of a backward that raises can be told from
+        them."""
+        if self._fsdp is fsdp1_forward:
+            return
+        self._unreduced = {key: (ref(gradient), gradient._version) for key, gradient, _ in self._unreduced_gradients()}
+        if torch.is_grad_enabled():
+            self._awaits_no_sync = self._has_graph() and not fsdp2_forward.reduces_all(self._sharded)
+
+    def _unreduced_gradients(self) -> Iterator[tuple[Any, Tensor, Callable[[], object]]]:
+        """Yields a key, the gradient, and a function that drops it, of each gradient that is not reduced."""
+        for holder, name, gradient in fsdp2_forward.unreduced_gradients(fsdp2_forward.all_groups(self._sharded)):
+            yield (id(holder), name), gradient, functools.partial(setattr, holder, name, None)
+        for rows in self._row_shards.values():
+            for parameter, gradient in list(rows.unreduced.items()):
+                yield parameter, gradient, functools.partial(rows.unreduced.pop, parameter)
 
     def abandon_forward(self) -> None:
         if self._fsdp is fsdp1_forward:
@@ -225,6 +279,17 @@ def abandon_forward(model: nn.Module) -> None:
         root.abandon_forward()
     else:
         fsdp2_forward.abandon_forward(model)
+
+
+def end_failed_backward(model: nn.Module) -> None:
+    """Ends a backward that has raised in ``model``; does nothing for a model that neither FSDP1 nor FSDP2 shards.
+
+    Raises:
+        LigerDistError: see :meth:`_Root.end_failed_backward`.
+    """
+    root: _Root | None = vars(model).get(_ROOT)
+    if root is not None:
+        root.end_failed_backward()
 
 
 def uninstall(model: nn.Module) -> None:
