@@ -200,9 +200,11 @@ class _Root:
         """Reshards before an optimizer's step.
 
         Raises:
-            LigerDistError: the optimizer has full parameters, which it was given while they were unsharded.
+            LigerDistError: the optimizer has full parameters, which it was given while they were unsharded; or a
+                vocab-parallel lm_head has gradients that no backward has summed over the replicas, which are dropped.
         """
         self.reshard()
+        self._refuse_unreduced_rows(optimizer)
         given = (parameter for group in optimizer.param_groups for parameter in group["params"])
         others = [parameter for parameter in given if not isinstance(parameter, DTensor)]
         full = self._fsdp.full_parameters(self._sharded) if others else ()
@@ -213,6 +215,19 @@ class _Root:
                 "their update would be lost: they were read after a backward that raised, or from modules inside the "
                 "model after a forward with gradients. Build the optimizer from model.parameters() or "
                 "model.named_parameters()."
+            )
+
+    def _refuse_unreduced_rows(self, optimizer: Optimizer) -> None:
+        if not any(rows.unreduced for rows in self._row_shards.values()):
+            return
+        own = {id(parameter) for parameter in self.module.parameters()}
+        if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+            for rows in self._row_shards.values():
+                rows.unreduced.clear()
+            raise LigerDistError(
+                "lm_head has gradients of micro-batches under set_requires_gradient_sync(False) that no backward has "
+                "summed over the replicas, because it was frozen, or its loss not computed, in the last micro-batch; "
+                "they are dropped. Freeze lm_head between steps, and compute the loss in each micro-batch."
             )
 
     def around_generate(self, generate: Any) -> Any:

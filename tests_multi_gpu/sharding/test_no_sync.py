@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from full_tensors import full_gradients
 from harness import Workers
@@ -198,3 +199,40 @@ def fail_beside_another() -> None:
         with pytest.raises(liger_dist.LigerDistError, match="a backward has raised"):
             root(**batch(2))
         assert root(**batch(2)).loss > 0
+
+
+# --- freezing between micro-batches ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", OF_FSDP2)
+def test_what_is_frozen_between_micro_batches_loses_no_gradient(strategy: str, workers_2: Workers) -> None:
+    """Or is refused before the step: replicas sum gradients of a vocab-parallel lm_head in its backward."""
+    for sentence, errors in workers_2.run(gradients_of_a_frozen_head, strategy):
+        assert max(errors.values()) < tolerance(strategy), errors
+        assert ("that no backward has summed over the replicas" in sentence) == (
+            strategy == "vocab-parallel, replicas"
+        ), sentence
+
+
+def gradients_of_a_frozen_head(strategy: str) -> tuple[str, dict[str, float]]:
+    """What refuses the step, and errors of the gradients of this step, or of the next one."""
+    root, reference = sharded(strategy)
+    sentence = ""
+    once(root)
+    root.lm_head.requires_grad_(False)
+    (root(**batch(2)).loss / 2).backward()
+    root.lm_head.requires_grad_(True)
+    gradients = full_gradients(root)
+    true_gradients(reference, 0)
+    of_head = reference.lm_head.weight.grad / 2
+    reference.zero_grad()
+    truth = true_gradients(reference, 0, 2) | {"lm_head.weight": of_head}
+    try:
+        torch.optim.SGD(root.parameters(), lr=0.0, foreach=False).step()
+    except liger_dist.LigerDistError as error:
+        sentence = str(error)
+        root.zero_grad()
+        reference.zero_grad()
+        root(**batch(3)).loss.backward()
+        gradients, truth = full_gradients(root), true_gradients(reference, 3)
+    return sentence, relative_errors(gradients, truth)
