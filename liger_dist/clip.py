@@ -12,7 +12,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from .errors import LigerDistError
-from .sharding.deepspeed import is_stored_by_zero3
+from .sharding.deepspeed import has_gradients_in_engine
+from .sharding.fsdp1 import is_stored_by_fsdp1
 from .sharding.mesh import local_shard
 
 
@@ -61,7 +62,12 @@ def clip_grad_norm_(
     by_layout: dict[Any, list[Tensor]] = {}
     for given in parameters:
         parameter = given[1] if isinstance(given, tuple) else given
-        if is_stored_by_zero3(parameter):
+        if is_stored_by_fsdp1(parameter):
+            raise LigerDistError(
+                "the parameters are FSDP1's, of which every rank has another part; give the FullyShardedDataParallel "
+                "module that wraps the model."
+            )
+        if has_gradients_in_engine(parameter):
             raise LigerDistError(
                 "the parameters are DeepSpeed's, whose engine clips in its step; set gradient_clipping in its "
                 "configuration."

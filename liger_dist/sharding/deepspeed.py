@@ -110,6 +110,12 @@ def _is_quantized(weight: object) -> bool:
     )
 
 
+def has_gradients_in_engine(parameter: object) -> bool:
+    """True for a parameter whose gradient an engine keeps until its step, instead of ``.grad``: ZeRO-1, 2 and 3, and
+    bf16 with gradients of fp32."""
+    return is_stored_by_zero3(parameter) or hasattr(parameter, "_hp_mapping")
+
+
 def has_started() -> bool:
     """True if DeepSpeed has started in this process: its engine averages gradients."""
     return getattr(sys.modules.get("deepspeed.comm.comm"), "cdb", None) is not None

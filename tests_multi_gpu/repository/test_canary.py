@@ -241,7 +241,10 @@ ATTRIBUTES: dict[str, tuple[tuple[str, ...], str]] = {
         ("_is_accelerate_prepared",),
         "accelerate.py does not refuse wrappers around sharded models",
     ),
-    "deepspeed.utils": (("_z3_leaf",), "tiles of an MLP read weights that ZeRO-3 has not gathered"),
+    "deepspeed.utils": (
+        ("_z3_leaf", "_hp_mapping"),
+        "tiles of an MLP read weights that ZeRO-3 has not gathered; clip_grad_norm_ clips nothing under ZeRO-1 and 2",
+    ),
     "transformers.utils": (("_local_mapping",), "attention_selection.py does not see a file's own functions"),
     "deepspeed.runtime.zero.partition_parameters": (
         ("ds_id", "ds_shape"),

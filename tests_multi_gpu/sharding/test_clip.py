@@ -8,7 +8,10 @@ from typing import Any
 import on_device
 import pytest
 import torch
+import torch.distributed as dist
 from harness import Workers
+from models import make_batch, true_loss_sum
+from test_passes import FSDP1_OPTIONS, STRATEGIES, ZERO, build, initialized, shard
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -139,3 +142,44 @@ def test_a_norm_that_fp16_cannot_hold() -> None:
     assert small.grad is not None
     assert float(large.grad) == pytest.approx(1e5)
     assert float(small.grad) > 0.0
+
+
+# --- sharded models --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", ["root", "inner module", "parameters", "named_parameters"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_norm_of_a_sharded_model_is_that_of_one_process_or_refused(
+    strategy: str, given: str, workers_2: Workers
+) -> None:
+    """Flat shards of FSDP1, and gradients that an engine keeps, have no norm on one rank."""
+    is_refused = (strategy in FSDP1_OPTIONS and given != "root") or strategy in ZERO
+    for found, true in workers_2.run(norms, strategy, given):
+        if is_refused:
+            assert ("DeepSpeed" if strategy in ZERO else "FullyShardedDataParallel module") in str(found)
+        else:
+            assert found == pytest.approx(true, rel=1e-5 if strategy in FSDP1_OPTIONS else 1e-9)
+
+
+def norms(strategy: str, given: str) -> tuple[float | str, float]:
+    model, reference = build("LoRA" if strategy.endswith("frozen replicated") else "full", strategy)
+    # FSDP1's own method has no norms of fp64.
+    root = shard(model.float() if strategy in FSDP1_OPTIONS else model, strategy)
+    if strategy in ZERO:
+        root = initialized(root, torch.optim.SGD(root.parameters(), lr=0.1), ZERO[strategy])
+    loss = root(**make_batch(dist.get_rank())).loss
+    root.backward(loss) if strategy in ZERO else loss.backward()
+    for rank in range(2):
+        total, count = true_loss_sum(reference, make_batch(rank))
+        (total / count / 2).backward()
+    true = float(torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0))
+    argument: Any = getattr(root, "module", root) if given == "inner module" else root
+    if given.endswith("parameters"):
+        argument = getattr(root, given)()
+    try:
+        return float(liger_dist.clip_grad_norm_(argument, 1.0)), true
+    except liger_dist.LigerDistError as error:
+        return str(error), true
+    finally:
+        if strategy in ZERO:
+            root.destroy()
