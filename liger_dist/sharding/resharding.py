@@ -102,7 +102,7 @@ class _Root:
             self._is_entered = False
         if id(self.module) in _GENERATING.get() or self._fsdp.is_running(self._sharded):
             return
-        if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tree_leaves(output)):
+        if torch.is_grad_enabled() and _may_have_graph(output):
             self._before = None
             if self._fsdp is fsdp2_forward:
                 self._held = fsdp2_forward.unsharded(self._sharded)
@@ -252,6 +252,14 @@ class _Root:
             return method(*args, **kwargs)
 
         return reshard_and_call
+
+
+def _may_have_graph(output: Any) -> bool:
+    """True if a tensor in ``output`` requires a gradient, or none is found: objects that pytrees do not know, such as a
+    ``SimpleNamespace``, are looked into once."""
+    leaves = (leaf if isinstance(leaf, Tensor) else getattr(leaf, "__dict__", leaf) for leaf in tree_leaves(output))
+    tensors = [leaf for leaf in tree_leaves(list(leaves)) if isinstance(leaf, Tensor)]
+    return not tensors or any(tensor.requires_grad for tensor in tensors)
 
 
 def install(wrapped: nn.Module, outer: nn.Module, model: nn.Module, decoder: nn.Module) -> None:
