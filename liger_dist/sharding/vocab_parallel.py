@@ -88,7 +88,22 @@ class RowSharding:
         rows = parameter.to_local()
         if self.mesh.ndim == 2:
             rows = _SumOverReplicas.apply(rows, self, id(parameter))  # type: ignore[no-untyped-call]
+        if rows.requires_grad:
+            rows.register_hook(partial(self._check_factor, self.divide_factor()))
         return rows
+
+    def _check_factor(self, divided_by: float, gradient: Tensor) -> None:
+        """Refuses a backward of a loss that was computed with another divide factor.
+
+        Raises:
+            LigerDistError: on every rank that has changed it.
+        """
+        if self.divide_factor() != divided_by:
+            raise LigerDistError(
+                f"the gradient divide factor was {divided_by} in the forward and is {self.divide_factor()} in its "
+                "backward, and the loss of a vocab-parallel lm_head reads it in the forward; call "
+                "set_gradient_divide_factor before the forward."
+            )
 
     def full(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
         """All-gathers all rows in ``dtype``; the gradient is reduced as FSDP2 does. Without a gradient the shards are
@@ -98,7 +113,7 @@ class RowSharding:
         assert isinstance(parameter, DTensor)
         gathered = parameter.redistribute(self.mesh, [Replicate()] * self.mesh.ndim)
         full = gathered.to_local(grad_placements=[Partial()] * self.mesh.ndim)
-        scaled: Tensor = _DivideGradient.apply(full, self.divide_factor())  # type: ignore[no-untyped-call]
+        scaled: Tensor = _DivideGradient.apply(full, self.divide_factor)  # type: ignore[no-untyped-call]
         return scaled.to(dtype)
 
     def logits(self, head: nn.Linear, hidden_states: Tensor) -> Tensor:
@@ -135,13 +150,13 @@ class _SumOverReplicas(torch.autograd.Function):
 
 class _DivideGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, divisor: float) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, divisor: Callable[[], float]) -> Tensor:
         ctx.divisor = divisor
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient / ctx.divisor, None
+        return gradient / ctx.divisor(), None
 
 
 class VocabParallelLinear(SameLinearMap, nn.Linear):

@@ -13,7 +13,7 @@ from full_tensors import full_gradients
 from harness import Workers
 from models import make_batch, make_model, relative_errors, true_loss_sum
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 import liger_dist
 from liger_dist.sharding.process_groups import compute_device
@@ -217,3 +217,51 @@ def step_of_two_models() -> None:
         optimizer.step()
         optimizer.zero_grad()
     assert not isinstance(root, FullyShardedDataParallel)
+
+
+# --- the divide factor of FSDP2 --------------------------------------------------------------------------------------
+
+
+def fused(root: Any, labelled: dict[str, torch.Tensor]) -> torch.Tensor:
+    return root(**labelled).loss  # type: ignore[no-any-return]
+
+
+def of_full_logits(root: Any, labelled: dict[str, torch.Tensor]) -> torch.Tensor:
+    logits = root(input_ids=labelled["input_ids"]).logits[:, :-1]
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labelled["labels"][:, 1:].flatten())
+
+
+@pytest.mark.parametrize("compute", [fused, of_full_logits])
+@pytest.mark.parametrize("strategy", [*FSDP2, "vocab-parallel, replicas"])
+def test_a_divide_factor_set_after_the_forward_holds_or_is_refused(
+    strategy: str, compute: Callable[..., torch.Tensor], workers_2: Workers
+) -> None:
+    """The fused loss of a vocab-parallel lm_head computes its gradient in the forward."""
+    is_refused = strategy.startswith("vocab-parallel") and compute is fused
+    for refusal, errors in workers_2.run(errors_of_a_divide_factor, strategy, compute):
+        assert ("divide factor was 2.0 in the forward and is 1.0" in refusal) == is_refused
+        assert max(errors.values()) < TOLERANCE, errors
+
+
+def errors_of_a_divide_factor(strategy: str, compute: Callable[..., torch.Tensor]) -> tuple[str, dict[str, float]]:
+    """Of gradients that are sums over the ranks; after a refusal, those of the next backward."""
+    model: Any = make_model("llama")
+    reference = copy.deepcopy(model)
+    if strategy in FSDP2:
+        root = sharded(model, strategy)
+    else:
+        options = liger_dist.FSDP2(lm_head="vocab_parallel", mesh=(2, 1), reduce_dtype=torch.float64)
+        root = liger_dist.wrap(model, options)
+    loss, refusal = compute(root, batch()), ""
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+    try:
+        loss.backward()
+    except liger_dist.LigerDistError as error:
+        refusal = str(error)
+        root.zero_grad()
+        compute(root, batch()).backward()
+    (2 * true_loss(reference)).backward()
+    truth = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    return refusal, relative_errors(full_gradients(root), truth)  # type: ignore[arg-type]
