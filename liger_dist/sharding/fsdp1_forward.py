@@ -96,6 +96,11 @@ def awaits_backward(units: Units) -> bool:
     return any(getattr(unit._handle, "_needs_pre_backward_unshard", False) for unit in units)
 
 
+def has_flat_shards(units: Units) -> bool:
+    """True if a unit shards its parameters, which are one-dimensional outside of forwards."""
+    return any(unit._handle is not None and unit._handle.uses_sharded_strategy for unit in units)
+
+
 def full_parameters(units: Units) -> frozenset[int]:
     """Returns the ids of full parameters that FSDP1 frees: none, because its modules have views instead."""
     return frozenset()

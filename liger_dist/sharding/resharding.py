@@ -253,6 +253,21 @@ class _Root:
 
         return reshard_and_call
 
+    def before_merge(self, method: Any) -> Any:
+        """Reshards before each call of a method of PEFT that writes to weights; refuses it for FSDP1's flat shards."""
+
+        @functools.wraps(method)
+        def check_and_call(*args: Any, **kwargs: Any) -> Any:
+            is_flat = self._fsdp is fsdp1_forward and fsdp1_forward.has_flat_shards(self._sharded)
+            if is_flat and not self._fsdp.is_running(self._sharded):
+                raise LigerDistError(
+                    f"{method.__name__} would multiply and add FSDP1's flat shards, which are no matrices; call it "
+                    "inside of FullyShardedDataParallel.summon_full_params(root)."
+                )
+            return method(*args, **kwargs)
+
+        return self.before(check_and_call)
+
 
 def _may_have_graph(output: Any) -> bool:
     """True if a tensor in ``output`` requires a gradient, or none is found: objects that pytrees do not know, such as a
@@ -289,7 +304,7 @@ def install(wrapped: nn.Module, outer: nn.Module, model: nn.Module, decoder: nn.
     tuner = getattr(outer, "base_model", None) if outer is not model else None
     for name in _MERGES if isinstance(tuner, nn.Module) else ():
         if callable(getattr(tuner, name, None)):
-            undo.enter_context(swapped(vars(tuner), name, root.before(getattr(tuner, name))))
+            undo.enter_context(swapped(vars(tuner), name, root.before_merge(getattr(tuner, name))))
     call_before_steps(root)
     undo.callback(call_no_longer, root)
 

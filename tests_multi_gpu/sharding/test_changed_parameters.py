@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from full_tensors import full_gradients
 from harness import Workers
 from models import make_batch, make_model, relative_errors, true_loss_sum
+from test_passes import FSDP1_OPTIONS, shard
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
@@ -265,3 +267,35 @@ def errors_of_a_divide_factor(strategy: str, compute: Callable[..., torch.Tensor
     (2 * true_loss(reference)).backward()
     truth = {name: parameter.grad for name, parameter in reference.named_parameters()}
     return refusal, relative_errors(full_gradients(root), truth)  # type: ignore[arg-type]
+
+
+# --- adapters that are merged ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("summoned", [False, True])
+@pytest.mark.parametrize("strategy", FSDP1_OPTIONS)
+def test_a_merge_into_flat_shards_is_refused(strategy: str, summoned: bool, workers_2: Workers) -> None:
+    """A product of one-dimensional shards is a number, which fits any weight."""
+    for sentences, error in workers_2.run(loss_around_a_merge, strategy, summoned):
+        assert len(sentences) == (0 if summoned else 2)
+        assert all("inside of FullyShardedDataParallel.summon_full_params" in sentence for sentence in sentences)
+        assert error < TOLERANCE
+
+
+def loss_around_a_merge(strategy: str, summoned: bool) -> tuple[list[str], float]:
+    """The refusals, and how far the loss of a merged adapter is from the one before."""
+    import peft
+
+    options = peft.LoraConfig(r=4, init_lora_weights=False, target_modules=["q_proj"])
+    root = shard(peft.get_peft_model(make_model("llama"), options, autocast_adapter_dtype=False).train(), strategy)
+    sentences, losses = [], []
+    for call in (None, "merge_adapter", "unmerge_adapter"):
+        with FullyShardedDataParallel.summon_full_params(root) if summoned else nullcontext():
+            try:
+                if call is not None:
+                    getattr(inside(root), call)()
+            except liger_dist.LigerDistError as error:
+                sentences.append(str(error))
+        with torch.no_grad():
+            losses.append(float(root(**batch()).loss))
+    return sentences, max(abs(loss - losses[0]) for loss in losses)
