@@ -49,8 +49,14 @@ from .sharding.materialize import is_meta, values_of_rank_0
 from .sharding.mesh import Mesh
 from .sharding.process_groups import gathered
 from .sharding.sequence_parallel import check_losses, detach
-from .sharding.single import LoadedByHost
-from .sharding.unreduced import AVERAGING, allow_unreduced, refuse_unreduced, refuse_unreduced_later
+from .sharding.single import Auto, LoadedByHost
+from .sharding.unreduced import (
+    AVERAGING,
+    allow_unreduced,
+    refuse_adapters_later,
+    refuse_unreduced,
+    refuse_unreduced_later,
+)
 from .sharding.vocab_parallel import release_communicators
 
 _RECORD = "_liger_dist"
@@ -141,6 +147,8 @@ def wrap(
         undo.pop_all()
     if isinstance(chosen, AVERAGING):
         refuse_unreduced_later(wrapped, outer, model, chosen.name)
+    elif isinstance(chosen, Auto):
+        refuse_adapters_later(wrapped, outer, model)
     resharding.install(wrapped, outer, model, found.structure.decoder)
     if chosen.shards_parameters:
         mark_sharded(wrapped, chosen.name)

@@ -20,6 +20,7 @@ from liger_dist.model.torch_modes import untraced
 from .ddp import DDP, averaged_parameters
 from .fsdp1 import FSDP1, is_flat, is_stored_by_fsdp1
 from .fsdp2 import FSDP2, managed_parameters
+from .fsdp2_forward import param_groups
 from .optimizer_steps import call_before_steps
 from .process_groups import world_size
 from .vocab_parallel import row_shards_of
@@ -49,7 +50,7 @@ def refuse_unreduced(root: nn.Module, strategy: str) -> None:
         )
 
 
-def unreduced_parameters(root: nn.Module) -> list[str]:
+def unreduced_parameters(root: nn.Module, *, with_frozen: bool = False) -> list[str]:
     """Lists the names of trained parameters of ``root`` whose gradients neither DDP nor FSDP reduces."""
     averaged = set(averaged_parameters(root))
     managed = managed_parameters(root)
@@ -57,7 +58,7 @@ def unreduced_parameters(root: nn.Module) -> list[str]:
         f"{module_name}.{name}".lstrip(".")
         for module_name, module in root.named_modules()
         for name, parameter in module.named_parameters(recurse=False)
-        if parameter.requires_grad
+        if (parameter.requires_grad or with_frozen)
         and parameter not in averaged
         and (module, name) not in managed
         and row_shards_of(module) is None
@@ -74,6 +75,17 @@ def refuse_unreduced_later(root: nn.Module, outer: nn.Module, model: nn.Module, 
     call_before_steps(check)
     vars(model)[_CHECKS] = [
         module.register_forward_pre_hook(check, with_kwargs=True, prepend=True) for module in called
+    ]
+
+
+def refuse_adapters_later(root: nn.Module, outer: nn.Module, model: nn.Module) -> None:
+    """Hooks forwards with gradients of a model that other code shards by FSDP2, before ``wrap`` or before the first
+    forward, to refuse PEFT's adapters that are added after that."""
+    check = _AdapterCheck(ref(root), ref(outer), ref(model))
+    if next(param_groups(root), None) is not None:
+        check.note()
+    vars(model)[_CHECKS] = [
+        module.register_forward_pre_hook(check, prepend=True) for module in dict.fromkeys((outer, model))
     ]
 
 
@@ -171,3 +183,44 @@ class _Check:
 
     def __reduce__(self) -> Any:
         return _Check, ((), "")
+
+
+class _AdapterCheck:
+    """Forward pre-hook; its copies, with a copy of the model, do nothing."""
+
+    def __init__(self, *modules: ref[nn.Module]) -> None:
+        self._references = modules
+        self._checked: tuple[object, ...] | None = None
+        self._others: frozenset[str] | None = None
+        """parameters that FSDP2 has never sharded, whose gradients other code may average; None before it shards"""
+
+    def _modules(self) -> list[nn.Module]:
+        return [module for reference in self._references if (module := reference()) is not None]
+
+    def note(self) -> None:
+        """Notes the adapters and parameters of now."""
+        modules = self._modules()
+        self._checked = adapters_of(*modules)
+        if next(param_groups(modules[0]), None) is not None:
+            self._others = frozenset(unreduced_parameters(modules[0], with_frozen=True))
+
+    @untraced
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        modules = self._modules()
+        if not (modules and torch.is_grad_enabled()) or adapters_of(*modules) == self._checked:
+            return
+        names = [] if self._others is None else unreduced_parameters(modules[0])
+        added = [name for name in names if name not in (self._others or ())]
+        if added:
+            others = f" and {len(added) - 1} more" if len(added) > 1 else ""
+            raise LigerDistError(
+                f"nothing averages the gradients of {added[0]}{others} over the ranks: FSDP2 reduces those of "
+                "parameters that the model had when fully_shard was called. Make PEFT's adapters first "
+                "(get_peft_model, PeftModel.from_pretrained, add_adapter), then call fully_shard."
+            )
+        if self._others is None:
+            self.note()
+        self._checked = adapters_of(*modules)
+
+    def __reduce__(self) -> Any:
+        return _AdapterCheck, ()

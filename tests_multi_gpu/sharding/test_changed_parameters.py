@@ -13,9 +13,9 @@ import torch.distributed as dist
 from full_tensors import full_gradients
 from harness import Workers
 from models import make_batch, make_model, relative_errors, true_loss_sum
-from test_passes import FSDP1_OPTIONS, shard
+from test_passes import AFTER_WRAP, BEFORE_WRAP, BY_CALLER, FSDP1_OPTIONS, shard
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 
 import liger_dist
 from liger_dist.sharding.process_groups import compute_device
@@ -299,3 +299,66 @@ def loss_around_a_merge(strategy: str, summoned: bool) -> tuple[list[str], float
         with torch.no_grad():
             losses.append(float(root(**batch()).loss))
     return sentences, max(abs(loss - losses[0]) for loss in losses)
+
+
+# --- adapters that are added -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("has_stepped", [False, True])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp1", "fsdp2", "vocab-parallel", *BY_CALLER])
+def test_an_adapter_added_to_a_sharded_model_is_refused(strategy: str, has_stepped: bool, workers_2: Workers) -> None:
+    """Of a model that the caller shards after wrap, what it has in its first forward is the caller's to average."""
+    for sentence in workers_2.run(refusal_of_an_adapter, strategy, has_stepped):
+        if strategy == AFTER_WRAP and not has_stepped:
+            assert not sentence
+        else:
+            assert "nothing averages the gradients of" in sentence
+            assert "lora_A" in sentence
+
+
+def refusal_of_an_adapter(strategy: str, has_stepped: bool) -> str:
+    import peft
+
+    options = peft.LoraConfig(r=4, init_lora_weights=False, target_modules=["q_proj"])
+    root = shard(peft.get_peft_model(make_model("llama"), options, autocast_adapter_dtype=False).train(), strategy)
+    if has_stepped:
+        root(**batch()).loss.backward()
+        torch.optim.SGD([p for p in root.parameters() if p.requires_grad], lr=0.1, foreach=False).step()
+        root.zero_grad()
+    inside(root).add_adapter("later", options)
+    for name, parameter in inside(root).named_parameters():
+        if ".later." in name:
+            parameter.data = parameter.data.double()
+    inside(root).set_adapter("later")
+    try:
+        root(**batch()).loss.backward()
+    except liger_dist.LigerDistError as error:
+        return str(error)
+    # Adapters that were there are no news.
+    inside(root).set_adapter("default")
+    root(**batch()).loss.backward()
+    return ""
+
+
+@pytest.mark.parametrize("strategy", BY_CALLER)
+def test_parameters_that_the_caller_averages_are_not_refused(strategy: str, workers_2: Workers) -> None:
+    workers_2.run(steps_of_ignored_adapters, strategy)
+
+
+def steps_of_ignored_adapters(strategy: str) -> None:
+    """LoRA outside of FSDP2's groups, with an adapter that is switched to later."""
+    import peft
+
+    options = peft.LoraConfig(r=4, init_lora_weights=False, target_modules=["q_proj"])
+    model: Any = peft.get_peft_model(make_model("llama"), options, autocast_adapter_dtype=False).train()
+    model.add_adapter("second", options)
+    model.double()
+    ignored = {parameter for name, parameter in model.named_parameters() if "lora_" in name}
+    if strategy == BEFORE_WRAP:
+        fully_shard(model, ignored_params=ignored)
+    root = liger_dist.wrap(model, "auto")
+    if strategy != BEFORE_WRAP:
+        fully_shard(model, ignored_params=ignored)
+    for name in ("default", "second"):
+        root.set_adapter(name)
+        root(**batch()).loss.backward()

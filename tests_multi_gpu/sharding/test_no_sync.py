@@ -13,13 +13,13 @@ import torch.distributed as dist
 from full_tensors import full_gradients
 from harness import Workers
 from models import make_batch, make_model, relative_errors, true_loss_sum
-from test_passes import FSDP1_OPTIONS, FSDP2_OPTIONS, no_grad, shard
+from test_passes import BY_CALLER, FSDP1_OPTIONS, FSDP2_OPTIONS, no_grad, shard
 from torch import Tensor
 
 import liger_dist
 
 IN_FP32 = "fsdp2, reduced in fp32"
-OF_FSDP2 = (*(name for name in FSDP2_OPTIONS if "frozen" not in name), "sharded before wrap", IN_FP32)
+OF_FSDP2 = (*(name for name in FSDP2_OPTIONS if "frozen" not in name), *BY_CALLER, IN_FP32)
 OF_FSDP1 = tuple(name for name in FSDP1_OPTIONS if "frozen" not in name)
 
 

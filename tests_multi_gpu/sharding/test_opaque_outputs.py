@@ -12,7 +12,7 @@ import torch.distributed as dist
 from full_tensors import full_gradients
 from harness import Workers
 from models import make_batch, make_model, relative_errors, true_loss_sum
-from test_passes import FSDP1_OPTIONS, FSDP2_OPTIONS, shard
+from test_passes import BY_CALLER, FSDP1_OPTIONS, FSDP2_OPTIONS, shard
 from torch import Tensor
 
 REPLICATED = "frozen replicated"
@@ -42,7 +42,7 @@ def beside_a_detached_tensor(output: Any) -> Any:
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("wraps", [in_slots, in_namespace, beside_a_detached_tensor])
-@pytest.mark.parametrize("strategy", [*STRATEGIES, "sharded before wrap"])
+@pytest.mark.parametrize("strategy", [*STRATEGIES, *BY_CALLER])
 def test_the_memory_of_a_graph_is_kept(
     strategy: str, wraps: Callable[[Any], Any], tied: bool, workers_2: Workers
 ) -> None:

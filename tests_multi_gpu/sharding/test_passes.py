@@ -42,7 +42,8 @@ FSDP1_OPTIONS: dict[str, dict[str, Any]] = {
 }
 DECODER_ALONE = ("fsdp2", "fsdp2, not resharded", "fsdp2, replicas")
 ZERO = {"zero1": 1, "zero2": 2, "zero3": 3}
-STRATEGIES = ("ddp", *FSDP1_OPTIONS, *FSDP2_OPTIONS, "sharded before wrap", *ZERO)
+BEFORE_WRAP, AFTER_WRAP = BY_CALLER = ("sharded before wrap", "sharded after wrap")
+STRATEGIES = ("ddp", *FSDP1_OPTIONS, *FSDP2_OPTIONS, *BY_CALLER, *ZERO)
 LORA: dict[str, dict[str, Any]] = {
     "LoRA": {"target_modules": ["q_proj", "v_proj"]},
     "LoRA on lm_head": {"target_modules": ["q_proj", "lm_head"]},
@@ -84,11 +85,12 @@ def with_adapters(model: Any, kind: str) -> Any:
 
 
 def shard(model: Any, strategy: str) -> Any:
-    if strategy == "sharded before wrap":
+    if strategy in BY_CALLER:
+        root = model if strategy == BEFORE_WRAP else liger_dist.wrap(model, "auto")
         for layer in model.get_decoder().layers:
             fully_shard(layer)
         fully_shard(model)
-        return liger_dist.wrap(model, "auto")
+        return liger_dist.wrap(model, "auto") if strategy == BEFORE_WRAP else root
     if strategy in ZERO:
         return liger_dist.wrap(model, "deepspeed")
     if strategy == "ddp":
@@ -271,7 +273,7 @@ def is_wrapped(strategy: str, kind: str) -> bool:
         return strategy.endswith("frozen replicated")
     if strategy.endswith("frozen replicated"):
         return kind in ADAPTED
-    return kind != "LoRA on lm_head" or not strategy.startswith(("vocab-parallel", "sharded before"))
+    return kind != "LoRA on lm_head" or not strategy.startswith(("vocab-parallel", *BY_CALLER))
 
 
 def applies(strategy: str, kind: str, name: str, moment: str) -> bool:
@@ -296,7 +298,7 @@ def applies(strategy: str, kind: str, name: str, moment: str) -> bool:
         return kind in LORA and can_merge and moment not in ("before backward", EVERY)
     if name == "verified" and moment == "before backward" and strategy == "ddp":
         return False  # DDP refuses the backward of an earlier forward after another one.
-    if name == "generate" and strategy == "sharded before wrap" and kind in ADAPTED:
+    if name == "generate" and strategy in BY_CALLER and kind in ADAPTED:
         return False  # PEFT calls the base model's, which no hook of fully_shard runs for.
     if name == "without_adapter":
         return kind in ADAPTED
