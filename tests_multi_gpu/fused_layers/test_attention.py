@@ -148,6 +148,30 @@ def test_generation_with_shared_keys(rows: str, cache: str | None) -> None:
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("trains", [False, True])
+def test_lengths_in_a_buffer_that_a_second_call_rewrites(trains: bool, use_reentrant: bool) -> None:
+    """The backward of the first call computes its layers again, with the documents of the first call."""
+    model, reference = pair("llama")
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    ids = on_device.randint(1, 100, (1, 12), generator=torch.Generator().manual_seed(0))
+    ends = on_device.tensor([0, 5, 12], dtype=torch.int32)
+    buffer = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 12, "max_length_k": 12}
+    losses = []
+    for lengths, with_gradients in (([0, 5, 12], True), ([0, 8, 12], trains)):
+        ends.copy_(on_device.tensor(lengths, dtype=torch.int32))
+        positions = torch.cat([on_device.arange(lengths[1]), on_device.arange(12 - lengths[1])])[None]
+        with torch.set_grad_enabled(with_gradients):
+            losses.append(model(input_ids=ids, labels=ids, **buffer).loss)
+            expected = reference(input_ids=ids, labels=ids, position_ids=positions, use_cache=False).loss
+        assert float(losses[-1].detach()) == pytest.approx(float(expected.detach()), rel=TOLERANCE)
+        if with_gradients:
+            expected.backward()
+    torch.stack([loss for loss in losses if loss.requires_grad]).sum().backward()
+    errors = gradient_errors(model, reference)
+    assert max(errors.values()) < TOLERANCE, errors
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("rows", ["packed", "packed, by lengths", "padded"])
 def test_under_activation_checkpointing(rows: str, use_reentrant: bool) -> None:
     model, reference = pair("mistral")
