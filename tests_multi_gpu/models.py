@@ -48,6 +48,17 @@ HYBRIDS: dict[str, dict[str, Any]] = {
 """families with recurrent or convolution layers, and what their tiny configs have beside the usual sizes"""
 
 
+OWN_ATTENTION: dict[str, dict[str, Any]] = {
+    "bloom": {"n_layer": 2, "n_head": 2},
+    "gpt2": {"n_layer": 2, "n_head": 2, "n_embd": HIDDEN_SIZE, "n_positions": 64}
+    | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+    "opt": {"ffn_dim": 24, "word_embed_proj_dim": HIDDEN_SIZE, "max_position_embeddings": 64, "dropout": 0.0}
+    | {"enable_bias": False},
+    "mpt": {"d_model": HIDDEN_SIZE, "n_layers": 2, "n_heads": 2, "max_seq_len": 64},
+}
+"""families with attention or masks of their own, and what their tiny configs have beside the usual sizes"""
+
+
 MIXTURES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"head_dim": 8, "num_experts": 6, "moe_intermediate_size": 8, "norm_topk_prob": True},
     "gpt_oss": {"head_dim": 8, "num_local_experts": 6, "sliding_window": 4, "attn_implementation": "eager"},
@@ -77,6 +88,8 @@ def make_config(family: str, *, tied: bool = False, padded: bool = True, heads: 
         return _make_hybrid(family, tied)
     if family in MIXTURES:
         return _make_mixture(family, tied, heads)
+    if family in OWN_ATTENTION:
+        return _make_own_attention(family, tied)
     classes = {"llama": LlamaConfig, "qwen2": Qwen2Config, "gemma2": Gemma2Config}
     extra: dict[str, Any] = {"head_dim": 8} if family == "gemma2" else {}
     return classes[family](
@@ -104,6 +117,16 @@ def _make_hybrid(family: str, tied: bool) -> Any:
     if family != "mamba2":
         sizes |= {"intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
     return CONFIG_MAPPING[family](**sizes, tie_word_embeddings=tied, pad_token_id=0, **HYBRIDS[family])
+
+
+def _make_own_attention(family: str, tied: bool) -> Any:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    sizes: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "initializer_range": 0.3, "attn_implementation": "eager"}
+    if family in ("bloom", "opt"):
+        sizes |= {"hidden_size": HIDDEN_SIZE, "num_hidden_layers": 2, "num_attention_heads": 2}
+    more = {"init_std": 0.3} if family == "opt" else {}
+    return CONFIG_MAPPING[family](**sizes, tie_word_embeddings=tied, pad_token_id=0, **more, **OWN_ATTENTION[family])
 
 
 def _make_mixture(family: str, tied: bool, heads: int) -> Any:

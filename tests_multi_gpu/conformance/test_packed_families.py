@@ -81,9 +81,13 @@ HEAD = """# Packed documents by family
 
 Written by `make families` with transformers {version}: every entry of its causal-LM and image-text-to-text mappings
 that the generic shrinking of `tests_multi_gpu/families.py` builds, as a tiny random model, with "eager" attention and
-with "sdpa". A row of four documents is told apart in {ways} ways: {names}. Loss and every gradient of the wrapped model
-are those of the unwrapped model on each document alone, to {fp64:g} in fp64 and to {fp32:g} where the family's own
-code is fp32, or the call is refused with a `LigerDistError` before any layer runs. No family is named in the library.
+with "sdpa". A row of four documents is told apart in {ways} ways:
+
+{names}
+
+Loss and every gradient of the wrapped model are those of the unwrapped model on each document alone, to {fp64:g} in
+fp64 and to {fp32:g} where the family's own code is fp32, or the call is refused with a `LigerDistError` before any
+layer runs. No family is named in the library.
 
 {exact} of {total} combinations of family and attention are exact in every way that the model accepts. These are
 refused, as `wrap`'s trial found it ([how](packing.md#how-a-model-is-tried)); pad rows of single documents instead.
@@ -355,7 +359,7 @@ def page_of(found: dict[tuple[Family, str], Outcome]) -> str:
     page = HEAD.format(
         version=transformers.__version__,
         ways=len(WAYS),
-        names=", ".join(f"`{way}`" for way in WAYS),
+        names="\n".join(f"- {way}" for way in WAYS),
         fp64=TOLERANCE,
         fp32=OF_FP32,
         exact=len(found) - len(refused),
