@@ -149,7 +149,8 @@ def wrap(
         refuse_unreduced_later(wrapped, outer, model, chosen.name)
     elif isinstance(chosen, Auto):
         refuse_adapters_later(wrapped, outer, model)
-    resharding.install(wrapped, outer, model, found.structure.decoder)
+    decoder = found.structure.decoder
+    resharding.install(wrapped, outer, model, decoder, may_shard_later=isinstance(chosen, Auto))
     if chosen.shards_parameters:
         mark_sharded(wrapped, chosen.name)
     return wrapped

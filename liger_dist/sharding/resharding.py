@@ -277,17 +277,44 @@ def _may_have_graph(output: Any) -> bool:
     return not tensors or any(tensor.requires_grad for tensor in tensors)
 
 
-def install(wrapped: nn.Module, outer: nn.Module, model: nn.Module, decoder: nn.Module) -> None:
-    """Hooks the forwards of a model that FSDP1 or FSDP2 shards; does nothing for other models. See [Note: Parameters
-    that stay unsharded].
+class _InstallLater:
+    """Forward pre-hook of a model that other code may shard by FSDP2: calls :func:`install` in the first forward after
+    that, behind FSDP2's own hooks. Its copies, with a copy of the model, do nothing."""
+
+    def __init__(self, *modules: nn.Module) -> None:
+        self._modules = modules
+
+    @untraced
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if not any(isinstance(module, FSDPModule) for module in self._modules[:3]):
+            return
+        wrapped, outer, model, decoder = self._modules
+        uninstall(model)
+        install(wrapped, outer, model, decoder)
+
+    def __reduce__(self) -> Any:
+        return _InstallLater, ()
+
+
+def install(
+    wrapped: nn.Module, outer: nn.Module, model: nn.Module, decoder: nn.Module, *, may_shard_later: bool = False
+) -> None:
+    """Hooks the forwards of a model that FSDP1 or FSDP2 shards, or that FSDP2 will shard before its first forward. See
+    [Note: Parameters that stay unsharded].
 
     Args:
         wrapped: the module that the caller trains: ``outer``, or FSDP1's root around it.
         outer: ``model``, or the ``PeftModel`` around it.
         decoder: the module inside ``model`` that may be called alone, for hidden states.
+        may_shard_later: True if other code may call ``fully_shard`` before the first forward.
     """
     modules = list(dict.fromkeys((wrapped, outer, model)))
     found = next((module for module in modules if isinstance(module, FSDPModule | FullyShardedDataParallel)), None)
+    if found is None and may_shard_later:
+        later = vars(model)[_INSTALLED] = ExitStack()
+        hook = _InstallLater(wrapped, outer, model, decoder)
+        for module in dict.fromkeys((outer, model)):
+            later.callback(module.register_forward_pre_hook(hook).remove)
     if found is None:
         return
     root = _Root(found)
