@@ -102,7 +102,7 @@ def _make_forward(base: Any) -> Callable[..., Any]:
         loss_call = None
         try:
             call, loss_call, packed = loss.begin(self, args, kwargs)
-            with running(loss.wrap_id, loss_call), loss.packing.running(packed):
+            with running(loss.wrap_id, loss_call) as is_nested, loss.running(packed, is_nested=is_nested):
                 output = _call_original(self, base, originals, call.args, call.kwargs)
             return loss.finish(loss_call, output)
         except BaseException:

@@ -47,15 +47,16 @@ _RUNNING: ContextVar[tuple[tuple[WrapId, LossCall | None], ...]] = ContextVar("l
 
 
 @contextmanager
-def running(wrap_id: WrapId, call: LossCall | None) -> Iterator[None]:
-    """Within, the forward of a model runs. Calls may nest.
+def running(wrap_id: WrapId, call: LossCall | None) -> Iterator[bool]:
+    """Within, the forward of a model runs. Calls may nest: yields True within another one.
 
     Args:
         call: None where lm_head computes logits.
     """
-    token = _RUNNING.set((*_RUNNING.get(), (wrap_id, call)))
+    outer = _RUNNING.get()
+    token = _RUNNING.set((*outer, (wrap_id, call)))
     try:
-        yield
+        yield bool(outer)
     finally:
         _RUNNING.reset(token)
 

@@ -7,7 +7,7 @@ model scores them), or the *model's own*.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from liger_dist.config import LOGITS, LogitsDtype, WrapConfig
 from liger_dist.errors import LigerDistError
-from liger_dist.fused_layers.packed_calls import PackedCall, PackedCalls
+from liger_dist.fused_layers.packed_calls import ARGUMENTS, PackedCall, PackedCalls
 from liger_dist.losses.distillation import Distillation
 from liger_dist.losses.execution import Execution
 from liger_dist.losses.labels import AlignedLabels, LabelSummary
@@ -147,7 +147,7 @@ class FusedLoss:
     @untraced
     def begin(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Call, LossCall | None, PackedCall]:
+    ) -> tuple[Call, LossCall | None, PackedCall | None]:
         """Returns the arguments for the model's forward, the loss of the call if it is not the model's, and the
         documents. The ranks of a vocab-parallel lm_head agree whether
         one refuses the call.
@@ -187,12 +187,15 @@ class FusedLoss:
             call, in_use, _ = decided
             self.checked(model, call, in_use)
 
-    def documents(self, model: nn.Module, call: Call) -> PackedCall:
-        """Reads the documents of a call, and gives it the keywords that keep them apart.
+    def documents(self, model: nn.Module, call: Call) -> PackedCall | None:
+        """Reads the documents of a call, and gives it the keywords that keep them apart; None for a call whose
+        arguments say nothing of documents or padding.
 
         Raises:
             LigerDistError: the documents would mix.
         """
+        if all(call.named.get(name) is None for name in ARGUMENTS):
+            return None
         packed = self.packing.read(model, call.named)
         for name in packed.dropped:
             call.kwargs.pop(name, None)
@@ -205,6 +208,15 @@ class FusedLoss:
             if self.signature.takes_more or name in self.signature.names:
                 call.kwargs[name] = value
         return packed
+
+    def running(self, packed: PackedCall | None, *, is_nested: bool) -> AbstractContextManager[None]:
+        """Within, a call with these documents runs.
+
+        Args:
+            is_nested: True within a call of another model, whose documents are others.
+        """
+        is_plain = packed is None and self.packing.recurrent is None and not is_nested
+        return nullcontext() if is_plain else self.packing.running(packed)
 
     def row_shards(self) -> RowSharding | None:
         return vars(self.structure.head).get(ROW_SHARDS)

@@ -47,6 +47,8 @@ from .recurrent import RecurrentLayers, find_recurrent_layers, has_convolution, 
 from .swap import LeftAloneError
 from .token_dependency import BY_LENGTHS, EAGER, CannotRunError, Found, is_same_attention, lengths_of, token_dependency
 
+ARGUMENTS = (*OF_DOCUMENTS, POSITIONS, MASK)
+"""arguments that say something of documents or padding"""
 CACHES = ("past_key_values", "cache", "cache_params", "state")
 """arguments with the state of earlier tokens"""
 NOT_WANTED = "WrapConfig(varlen_attention=False)"
@@ -75,6 +77,7 @@ class PackedCalls:
         attention_reasons: by implementation of attention, why documents would mix; None where they would not.
         wanted: the implementation to select; None for the model's own.
         varlen_reason: why it is not "liger_dist"; None if it is.
+        is_right_by_itself: True if the decoder alone keeps documents apart by positions ``[B, S]``.
         text_row: True if the model's own mask reads positions ``[4, B, S]``, of the text and then the three of images.
     """
 
@@ -88,7 +91,8 @@ class PackedCalls:
         attention_reasons: dict[str, str | None],
         wanted: str | None,
         varlen_reason: str | None,
-        text_row: bool = False,
+        is_right_by_itself: bool,
+        text_row: bool,
     ) -> None:
         self.recurrent, self.wanted, self.attention_reason = recurrent, wanted, varlen_reason
         self._name = type(model).__name__
@@ -96,7 +100,7 @@ class PackedCalls:
         self._reason, self._attention_reasons = reason, attention_reasons
         self._own_config = getattr(structure.decoder, "config", None)
         self._selection: AttentionSelection | None = None
-        self._text_row = text_row
+        self._text_row, self._is_right_by_itself = text_row, is_right_by_itself
         self._has_image_positions = has_image_positions(self._own_config)
 
     def install(
@@ -104,7 +108,7 @@ class PackedCalls:
     ) -> tuple[RemovableHandle, ...]:
         """Returns hooks of the decoder."""
         self._selection = selection
-        if structure.decoder is model:
+        if structure.decoder is model or self._is_right_by_itself:
             return ()
         return (structure.decoder.register_forward_pre_hook(self._check_decoder_call, with_kwargs=True),)
 
@@ -229,20 +233,19 @@ class PackedCalls:
         return found
 
     @contextmanager
-    def running(self, call: PackedCall) -> Iterator[None]:
-        """Within, the call runs."""
+    def running(self, call: PackedCall | None) -> Iterator[None]:
+        """Within, the call runs; None for one that says nothing of documents."""
         with ExitStack() as stack:
-            stack.enter_context(call_of(self, call.documents))
+            stack.enter_context(call_of(self, None if call is None else call.documents))
             if self.recurrent is not None:
-                stack.enter_context(self.recurrent.running(call.rows))
+                stack.enter_context(self.recurrent.running(None if call is None else call.rows))
             yield
 
     @untraced
     def _check_decoder_call(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Refuses packed documents in a call of the decoder alone, whose arguments the model has not read, where its
         own code does not keep them apart."""
-        is_own = self.recurrent is None and self._implementation() in (NAME, *self._right_by_themselves())
-        if is_own or in_backward() or current_call() is not None:
+        if in_backward() or current_call() is not None:
             return  # In the call of a model, possibly another one that shares the decoder.
         named = dict(zip(signature(decoder.forward).parameters, args, strict=False)) | kwargs
         documents = read_documents(named)
@@ -252,11 +255,6 @@ class PackedCalls:
                 f"({SEEN[documents.told_by]}), which its layers would mix; call the {self._name} around it, with "
                 "output_hidden_states=True for its hidden states."
             )
-
-    def _right_by_themselves(self) -> list[str]:
-        """Implementations of attention that keep documents apart without this library, by positions."""
-        own = self._selection is None or not self._selection.is_selected()
-        return [name for name, reason in self._attention_reasons.items() if reason is None] if own else []
 
 
 def _has_dense_mask(named: dict[str, Any]) -> bool:
@@ -317,6 +315,7 @@ def find_packing(model: nn.Module, structure: Structure, *, varlen_attention: bo
         attention_reasons=reasons,
         wanted=wanted,
         varlen_reason=varlen_reason,
+        is_right_by_itself=not (mixers or text_row) and reasons.get(own, reason) is None,
         text_row=text_row,
     )
 

@@ -327,7 +327,8 @@ class Attributes:
             found = now.get(name, _MISSING)
             if found is not value and (type(found) is not type(value) or found != value):
                 return False
-        if not self._absent.isdisjoint(now):
+        # Without methods of sets: torch 2.11 does not compile them.
+        if any(name in now for name in self._absent):
             return False
         for held in _HELD:
             for name, value in now[held].items():

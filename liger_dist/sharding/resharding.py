@@ -283,6 +283,11 @@ class _InstallLater:
 
     def __init__(self, *modules: nn.Module) -> None:
         self._modules = modules
+        self._handles = [module.register_forward_pre_hook(self) for module in dict.fromkeys(modules[1:3])]
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
 
     @untraced
     def __call__(self, module: nn.Module, args: Any) -> None:
@@ -311,10 +316,7 @@ def install(
     modules = list(dict.fromkeys((wrapped, outer, model)))
     found = next((module for module in modules if isinstance(module, FSDPModule | FullyShardedDataParallel)), None)
     if found is None and may_shard_later:
-        later = vars(model)[_INSTALLED] = ExitStack()
-        hook = _InstallLater(wrapped, outer, model, decoder)
-        for module in dict.fromkeys((outer, model)):
-            later.callback(module.register_forward_pre_hook(hook).remove)
+        vars(model)[_INSTALLED] = _InstallLater(wrapped, outer, model, decoder)
     if found is None:
         return
     root = _Root(found)
