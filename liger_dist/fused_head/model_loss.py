@@ -50,6 +50,11 @@ _ARGUMENTS_OF_LOSSES = ("logits", "labels", "vocab_size", "num_items_in_batch", 
 """of transformers' token losses, by position"""
 
 
+def _tensors_of(call: Call) -> tuple[tuple[str, int], ...]:
+    """The tensors that say where documents are, by identity."""
+    return tuple((name, id(call.named.get(name))) for name in ("input_ids", "inputs_embeds", *ARGUMENTS))
+
+
 class FusedLoss:
     """The loss of one wrapped model; kept on the instance, to which it does not refer."""
 
@@ -87,6 +92,8 @@ class FusedLoss:
         self._had_own_loss_function = module is not None and "_loss_function" in vars(module)
         self.is_encoder_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
         self.warnings = CallWarnings(others_wrap=strategy == "auto")
+        self._read_early: tuple[object, PackedCall] | None = None
+        """arguments of a call and its documents, from :meth:`check_early` to :meth:`begin`"""
         self._has_scored = False
         self._pending = PendingGradients()
 
@@ -149,8 +156,7 @@ class FusedLoss:
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Call, LossCall | None, PackedCall | None]:
         """Returns the arguments for the model's forward, the loss of the call if it is not the model's, and the
-        documents. The ranks of a vocab-parallel lm_head agree whether
-        one refuses the call.
+        documents. The ranks of a vocab-parallel lm_head agree whether one refuses the call.
 
         Raises:
             LigerDistError: on every rank of a vocab-parallel lm_head, where one refuses; otherwise on this one.
@@ -178,10 +184,12 @@ class FusedLoss:
         Raises:
             LigerDistError: as :meth:`begin`.
         """
+        self._read_early = None
         if self.row_shards() is not None or is_running(self.wrap_id):
             return
         call = self.signature.read(model, args, kwargs)
-        self.documents(model, call)
+        packed = self.documents(model, call)
+        self._read_early = None if packed is None else (_tensors_of(call), packed)
         decided = self._decide(model, call)
         if decided is not None:
             call, in_use, _ = decided
@@ -196,7 +204,11 @@ class FusedLoss:
         """
         if all(call.named.get(name) is None for name in ARGUMENTS):
             return None
-        packed = self.packing.read(model, call.named)
+        early, self._read_early = self._read_early, None
+        if early is not None and early[0] == _tensors_of(call):
+            packed = early[1]
+        else:
+            packed = self.packing.read(model, call.named)
         for name in packed.dropped:
             call.kwargs.pop(name, None)
         has_labels = call.named.get("labels") is not None
