@@ -37,8 +37,9 @@ _FUNCTIONS = (FunctionType, BuiltinFunctionType, type, ModuleType, nn.Module)
 """compared by identity"""
 _DEPTH, _WIDTH = 3, 32
 """depth and size up to which lists, dicts and objects among the attributes are compared by what they hold"""
-_OF_ENGINES = ("_is_hf", "_hf_", "_old_forward", "_fsdp", "_is_fsdp", "_flat_param", "_ds", "ds_", "_z3", "_external")
-"""beginnings of names that transformers, Accelerate, FSDP and DeepSpeed give modules"""
+_OF_TORCH = ("__composable_api", "_fsdp", "_is_fsdp", "_flat_param")
+_OF_ENGINES = (*_OF_TORCH, "_is_hf", "_hf_", "_old_forward", "_ds", "ds_", "_z3", "_external")
+"""beginnings of names that torch's FSDP and DDP, transformers, Accelerate and DeepSpeed give modules"""
 _HELD = ("_parameters", "_buffers", "_modules")
 _MISSING = object()
 _LINEAR_FORWARD = nn.Linear.forward

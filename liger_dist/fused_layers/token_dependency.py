@@ -540,6 +540,9 @@ def _made_up(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
     if state.get("_is_expert_parallel"):
         # The forward of the class gets tokens of all experts.
         made_up["num_experts"] = max(len(one) for one in made_up["_parameters"].values() if one is not None)
+    if "_disable_adapters" in state:
+        # PEFT's layers run those that they adapt: DoRA reads weights as matrices.
+        made_up |= {"_disable_adapters": True, "merged_adapters": []}
     # Some forwards exchange modules.
     return made_up | {"_modules": dict(state["_modules"]), "_compiled_call_impl": None}
 
