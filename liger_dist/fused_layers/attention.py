@@ -158,8 +158,8 @@ def _has_only_sinks(query: Tensor, key: Tensor, value: Tensor, dropout: float, k
     others = ("output_attentions", "position_bias", *(name for name in EAGER_KEYWORDS if name != SINKS))
     if kwargs.get(SINKS) is None or any(kwargs.get(name) not in (None, False) for name in others):
         return False
-    cast = query.to(_dtype_of(query)) if query.is_cuda else query
-    return query.shape[2] == key.shape[2] > 1 and not is_replaced() and _has_varlen(cast, value, dropout)
+    is_of_call = query.shape[2] == key.shape[2] > 1 and not is_replaced()
+    return is_of_call and _has_varlen(query, value, dropout, _dtype_of(query))
 
 
 def _whole_rows(query: Tensor) -> DocumentMask:
@@ -195,7 +195,7 @@ def _of_documents(
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if documents.valid is not None:
         value = value.masked_fill(~documents.valid[:, None, :, None], 0.0)
-    if _has_varlen(query, value, dropout):
+    if _has_varlen(query, value, dropout, dtype):
         return _varlen(query, key, value, documents, scaling, sinks)
     return _one_by_one(query, key, value, documents, scaling, dropout)
 
@@ -285,9 +285,9 @@ def _read_lengths(given: Tensor, query: Tensor, others: tuple[int, ...], **facts
     return mask_of(lengths, query.device, rows=rows, **facts)
 
 
-def _has_varlen(query: Tensor, value: Tensor, dropout: float) -> bool:
+def _has_varlen(query: Tensor, value: Tensor, dropout: float, dtype: torch.dtype) -> bool:
     size = query.shape[-1]
-    fits = query.dtype in VARLEN_DTYPES and size == value.shape[-1] and size % 8 == 0 and size <= MAX_HEAD_SIZE
+    fits = dtype in VARLEN_DTYPES and size == value.shape[-1] and size % 8 == 0 and size <= MAX_HEAD_SIZE
     return query.is_cuda and fits and dropout == 0.0
 
 

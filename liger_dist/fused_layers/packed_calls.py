@@ -200,7 +200,9 @@ class PackedCalls:
         if self._reads_documents():
             return None
         if not documents.positions_restart and documents.told_by != POSITIONS:
-            return f"{POSITIONS} run on, by which its attention separates them (leave them out, or restart them)"
+            return (
+                f"its attention reads {POSITIONS}, which do not restart at documents (leave them out, or restart them)"
+            )
         if positions.dim() > 2 and not self._text_row:
             return f"its attention separates them by {POSITIONS} [B, S], and these are {list(positions.shape)}"
         return None
@@ -224,7 +226,9 @@ class PackedCalls:
         inputs = next(named[name] for name in INPUTS if isinstance(named.get(name), Tensor))
         if positions is None:
             found[POSITIONS] = positions = documents.positions(inputs.device)
-        if self._text_row and not self._reads_documents() and isinstance(positions, Tensor) and len(positions) != 4:
+        # [4, B, S] has the row of the text already; [B, S] may have four rows as well.
+        lacks_text = isinstance(positions, Tensor) and not (positions.dim() == 3 and len(positions) == 4)
+        if self._text_row and lacks_text and not self._reads_documents():
             of_text = documents.positions(positions.device)[None]
             of_images = positions.expand(3, *documents.shape)
             found[POSITIONS] = torch.cat([of_text.to(positions.dtype), of_images])
@@ -236,7 +240,7 @@ class PackedCalls:
     def running(self, call: PackedCall | None) -> Iterator[None]:
         """Within, the call runs; None for one that says nothing of documents."""
         with ExitStack() as stack:
-            stack.enter_context(call_of(self, None if call is None else call.documents))
+            stack.enter_context(call_of(None if call is None else call.documents))
             if self.recurrent is not None:
                 stack.enter_context(self.recurrent.running(None if call is None else call.rows))
             yield

@@ -213,7 +213,7 @@ class _Trial:
             given = {POSITIONS: positions.expand(4, -1, -1) if self.text_row else positions}
             given |= lengths_of(documents) if self.attention == BY_LENGTHS and documents is not None else {}
         try:
-            with call_of(self, documents), tokens:
+            with call_of(documents), tokens:
                 return self.model(input_ids=ids, **dict(call_arguments(self.model, given)))
         except (CannotRunError, _FoundError):
             raise

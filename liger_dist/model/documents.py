@@ -130,8 +130,8 @@ def read_documents(named: dict[str, Any]) -> Documents | None:
     mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
     found = {LENGTHS: _begins_by_lengths(named, shape), SEQ_IDX: _changes(named.get(SEQ_IDX), shape)}
     positions = named.get(POSITIONS)
-    is_awaited = isinstance(named.get(LENGTHS), Tensor) and not named[LENGTHS].is_cuda
-    if not (is_awaited and isinstance(positions, Tensor) and positions.is_cuda):
+    has_host_lengths = isinstance(named.get(LENGTHS), Tensor) and not named[LENGTHS].is_cuda
+    if not (has_host_lengths and isinstance(positions, Tensor) and positions.is_cuda):
         found[POSITIONS] = _restarts(positions, shape)
     if mask is not None and tuple(mask.shape) == shape and not mask.is_meta and found.get(POSITIONS) is not None:
         found[MASK], valid = _numbered(mask), mask.bool()
@@ -306,8 +306,6 @@ def moved(numbers: Tensor, device: torch.device) -> Tensor:
 class RunningCall:
     """One call of a wrapped model."""
 
-    owner: object
-    """what asks for the documents of its own calls"""
     documents: Documents | None
 
 
@@ -315,9 +313,9 @@ _CALL: ContextVar[RunningCall | None] = ContextVar("liger_dist_call", default=No
 
 
 @contextmanager
-def call_of(owner: object, documents: Documents | None) -> Iterator[None]:
+def call_of(documents: Documents | None) -> Iterator[None]:
     """Within, a call of a wrapped model with these documents runs."""
-    token = _CALL.set(RunningCall(owner, documents))
+    token = _CALL.set(RunningCall(documents))
     try:
         yield
     finally:

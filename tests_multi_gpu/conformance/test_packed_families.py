@@ -263,6 +263,18 @@ def padded_rows(side: str) -> dict[str, Any]:
     return {"input_ids": ids, "labels": labels, "attention_mask": mask, "position_ids": positions}
 
 
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen2_5_vl", "gpt_oss", "llava"])
+@pytest.mark.parametrize("rows", [2, 3, 4])
+def test_rows_that_are_as_many_as_kinds_of_positions(rows: int, name: str) -> None:
+    """Positions ``[3, S]`` and ``[4, S]`` are of texts, and not those of images."""
+    family = next(family for family in all_families() if family.name == name)
+    model = made(family, "eager")
+    truth = alone(model, {"input_ids": IDS, "labels": LABELS} | BY_POSITIONS)
+    liger_dist.wrap(model, "none")
+    batch = {key: x.expand(rows, -1) for key, x in {"input_ids": IDS, "labels": LABELS, **BY_POSITIONS}.items()}
+    check(model, batch, truth, tolerance_of(family, model), "rows")
+
+
 ADAPTED = ("llama", "gemma2", "gpt_oss", "deepseek_v3", "bloom", "qwen3_vl", "lfm2_moe", "qwen3_next", "opt", "llava")
 
 

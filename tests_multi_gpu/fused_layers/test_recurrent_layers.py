@@ -482,7 +482,7 @@ def test_lengths_after_another_attention_is_set() -> None:
         assert float(model(**given, **more).loss) == pytest.approx(expected[0], rel=1e-5)
     model.set_attn_implementation("sdpa")
     assert float(model(**given).loss) == pytest.approx(expected[0], rel=1e-5)
-    with pytest.raises(liger_dist.LigerDistError, match="position_ids run on, by which its attention separates them"):
+    with pytest.raises(liger_dist.LigerDistError, match="reads position_ids, which do not restart"):
         model(**given, **run_on)
     model.set_attn_implementation("liger_dist")
     assert float(model(**given).loss) == pytest.approx(expected[0], rel=1e-5)
