@@ -263,7 +263,7 @@ def padded_rows(side: str) -> dict[str, Any]:
     return {"input_ids": ids, "labels": labels, "attention_mask": mask, "position_ids": positions}
 
 
-@pytest.mark.parametrize("name", ["qwen3_vl", "qwen2_5_vl", "gpt_oss", "llava"])
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen2_5_vl", "gpt_oss", "llava", "llama", "qwen3_5"])
 @pytest.mark.parametrize("rows", [2, 3, 4])
 def test_rows_that_are_as_many_as_kinds_of_positions(rows: int, name: str) -> None:
     """Positions ``[3, S]`` and ``[4, S]`` are of texts, and not those of images."""
@@ -271,8 +271,15 @@ def test_rows_that_are_as_many_as_kinds_of_positions(rows: int, name: str) -> No
     model = made(family, "eager")
     truth = alone(model, {"input_ids": IDS, "labels": LABELS} | BY_POSITIONS)
     liger_dist.wrap(model, "none")
-    batch = {key: x.expand(rows, -1) for key, x in {"input_ids": IDS, "labels": LABELS, **BY_POSITIONS}.items()}
-    check(model, batch, truth, tolerance_of(family, model), "rows")
+    ends = torch.cat([ENDS[:1], *(ENDS[1:] + TOKENS * row for row in range(rows))])
+    ways = {
+        "positions": {"position_ids": POSITIONS.expand(rows, -1)},
+        "lengths": {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 5, "max_length_k": 5},
+        "numbers": {"seq_idx": BY_NUMBERS["seq_idx"].expand(rows, -1)},
+    }
+    batch = {"input_ids": IDS.expand(rows, -1), "labels": LABELS.expand(rows, -1)}
+    for way, given in ways.items():
+        check(model, batch | given, truth, tolerance_of(family, model), way)
 
 
 ADAPTED = ("llama", "gemma2", "gpt_oss", "deepseek_v3", "bloom", "qwen3_vl", "lfm2_moe", "qwen3_next", "opt", "llava")
