@@ -20,7 +20,7 @@ from .explain import explain
 from .fused_head.call import IGNORE_INDEX, noted_losses
 from .fused_head.model_loss import FusedLoss
 from .fused_head.outside_calls import checked_call, shared_mean
-from .fused_layers.document_rows import DocumentRows, as_padded_rows, rows_of
+from .fused_layers.document_rows import DocumentRows, as_packed_row, as_padded_rows, rows_of
 from .model.documents import LENGTHS, read_documents
 from .model.peft import active_head
 from .rank_agreement import GradientErrors, disagreements, disagreements_of_gradients
@@ -67,6 +67,12 @@ class Verification:
     """of all parameters together: relative L2 against the model as it was before :func:`wrap`"""
     kept: tuple[str, ...]
     """what that model kept of this library's, as clauses"""
+    other_rows: str
+    """where the texts of the batch were computed a second time: "one row" for a batch with a text in each row,
+    "separate rows" for a packed one; otherwise why they were not, as a clause"""
+    other_rows_error: float | None
+    """of all parameters together, computed there: relative L2 against the model as it was before :func:`wrap`; None if
+    they were not"""
     losses: tuple[tuple[float, float], ...]
     """of this rank, fused and unfused: each loss of a model that computes several, as for multi-token prediction; empty
     for one loss"""
@@ -79,6 +85,9 @@ class Verification:
         """True if there are no problems."""
         return not self.problems
 
+    def _of_other_rows(self) -> str:
+        return f"texts in {self.other_rows}, gradient error {self.other_rows_error:.1e}"
+
     def __str__(self) -> str:
         rows = [
             ("adapter", self.adapter),
@@ -88,6 +97,7 @@ class Verification:
             ("worst parameter", f"{self.worst_parameter[0]} {self.worst_parameter[1]:.1e}"),
             ("linearity error", f"{self.linearity_error:.1e}"),
             ("before wrap", f"loss {self.own_loss:.6f}, gradient error {self.own_gradient_error:.1e}"),
+            ("packed", f"not compared: {self.other_rows}" if self.other_rows_error is None else self._of_other_rows()),
             *(("not compared", clause) for clause in self.kept),
             ("tolerance", f"{self.tolerance:.0e}"),
             ("verdict", "ok" if self.ok else f"{len(self.problems)} problems"),
@@ -107,6 +117,8 @@ class _Pass:
     """differences between ranks in gradients, as sentences"""
     losses: tuple[float, ...] = ()
     """all that were computed, in their order"""
+    draws: bool = False
+    """True if the forward has drawn random numbers"""
 
 
 @dataclass(frozen=True)
@@ -118,7 +130,10 @@ class _Passes:
     """on full logits"""
     own: _Pass
     """on full logits, with the model's own layers and attention"""
+    other: _Pass | None
+    """fused, with the texts in other rows"""
     kept: tuple[str, ...]
+    other_rows: str
     """see :class:`Verification`"""
 
 
@@ -128,14 +143,17 @@ def verify(
     """Runs one micro-batch through the wrapped ``model`` and compares it with the model's own loss, or with a
     ``teacher`` the distillation loss with that of full logits; and with the model as it was before :func:`wrap`.
 
-    Packed documents run apart in that model, one in each row, so that nothing can read another document there.
+    Packed documents run apart in that model, one in each row, so that nothing can read another document there; and a
+    batch with one text in each row runs in one packed row as well, where the model may be packed and draws no random
+    numbers.
 
-    Four passes forward and backward with the same random numbers: fused, fused with twice the loss, unfused, and
-    unfused with the model's own layers and attention. The last two materialise the logits: choose a batch that fits. On
-    a mesh with an axis "sp" they compute the full sequences on every rank, without exchanges. Gradients are compared
-    over the ranks too: each trained parameter of ``model`` has one on all ranks or on none, and ranks that share a
-    parameter have the same. What other code had done to the model before :func:`wrap`, its sharding included, is on
-    both sides of the comparison. Where the loss is not fused, layers, attention and ranks are compared as well.
+    Five passes forward and backward with the same random numbers: fused, fused with twice the loss, unfused, unfused
+    with the model's own layers and attention, and fused with the texts in other rows. Those without fusion materialise
+    the logits: choose a batch that fits. On a mesh with an axis "sp" they compute the full sequences on every rank,
+    without exchanges. Gradients are compared over the ranks too: each trained parameter of ``model`` has one on all
+    ranks or on none, and ranks that share a parameter have the same. What other code had done to the model before
+    :func:`wrap`, its sharding included, is on both sides of the comparison. Where the loss is not fused, layers,
+    attention and ranks are compared as well.
 
     Every rank has to call it, between optimiser steps. Parameters, buffers, optimiser and random number generators are
     as before afterwards, and no gradient is left.
@@ -180,8 +198,12 @@ def verify(
         own_loss=float(passes.own.loss),
         own_gradient_error=GradientErrors(fused.gradients, passes.own.gradients).of(list(fused.gradients)),
         kept=passes.kept,
+        other_rows=passes.other_rows,
+        other_rows_error=None
+        if passes.other is None
+        else GradientErrors(passes.other.gradients, passes.own.gradients).of(list(fused.gradients)),
         losses=tuple(zip(fused.losses, unfused.losses, strict=False)),
-        tolerance=TOLERANCES.get(fused.dtype, 2e-2),
+        tolerance=_tolerance(fused),
         problems=(),
     )
     problems = [*_problems(verification), *disagreements(chosen, model), *fused.disagreements]
@@ -206,7 +228,9 @@ def _run(
             torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []),
             noted_losses() as losses,
         ):
+            before = _random_state()
             loss = loss_of()
+            draws = not torch.equal(before, _random_state())
             several = tuple(map(float, losses)) if len(losses) > 1 else ()
             if deepspeed.is_engine(model):
                 deepspeed.backward(model, loss * factor)
@@ -217,7 +241,14 @@ def _run(
     finally:
         hook.remove()
         _clear_gradients(model)
-    return _Pass(loss.detach(), dtypes[-1] if dtypes else None, gradients, tuple(disagreements), several)
+    return _Pass(loss.detach(), dtypes[-1] if dtypes else None, gradients, tuple(disagreements), several, draws)
+
+
+def _random_state() -> Tensor:
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_available():
+        states.append(torch.cuda.get_rng_state())
+    return torch.cat(states)
 
 
 def _passes(model: nn.Module, batch: dict[str, Any], teacher: nn.Module | None, axis: SequenceAxis | None) -> _Passes:
@@ -231,9 +262,28 @@ def _passes(model: nn.Module, batch: dict[str, Any], teacher: nn.Module | None, 
     if axis is not None and teacher is None:
         fused = replace(fused, loss=_mean(fused.loss, axis))
     unfused = _run_unfused(model, batch, teacher, axis)
-    with _own_model(model, batch, is_whole=teacher is not None or axis is not None) as (own_batch, kept):
+    is_whole = teacher is not None or axis is not None or record_of(inner_model(model)).loss.is_encoder_decoder
+    own_batch, other_batch, reason = _in_other_rows(model, batch, is_whole=is_whole, draws=fused.draws)
+    with _own_layers(model, own_batch, is_whole=is_whole) as kept:
         own = _run_unfused(model, own_batch, teacher, axis)
-    return _Passes(fused, doubled, unfused, own, kept)
+    # On every rank: a collective.
+    agrees = _agrees(fused, own)
+    if own_batch is batch and not agrees:
+        reason = reason or "the batch itself has another gradient before wrap"
+    reasons = sentences_of_all_ranks([reason] if reason else [])
+    if reasons or other_batch is None:
+        return _Passes(fused, doubled, unfused, own, None, kept, reasons[0])
+    other = _run(model, lambda: model(**other_batch).loss)
+    return _Passes(fused, doubled, unfused, own, other, kept, "one row" if own_batch is batch else "separate rows")
+
+
+def _agrees(fused: _Pass, own: _Pass) -> bool:
+    error = GradientErrors(fused.gradients, own.gradients).of(list(fused.gradients))
+    return error <= OF_LAYERS * _tolerance(fused)
+
+
+def _tolerance(fused: _Pass) -> float:
+    return TOLERANCES.get(fused.dtype, 2e-2)
 
 
 def _splits_alike(batch: dict[str, Any], documents: DocumentRows) -> bool:
@@ -247,30 +297,50 @@ def _splits_alike(batch: dict[str, Any], documents: DocumentRows) -> bool:
     )
 
 
-@contextmanager
-def _own_model(
-    model: nn.Module, batch: dict[str, Any], *, is_whole: bool
-) -> Iterator[tuple[dict[str, Any], tuple[str, ...]]]:
-    """Within, the model is as it was before :func:`wrap`. Yields its batch, with packed documents in separate rows, and
-    what it keeps of this library's.
+def _in_other_rows(
+    model: nn.Module, batch: dict[str, Any], *, is_whole: bool, draws: bool
+) -> tuple[dict[str, Any], dict[str, Any] | None, str]:
+    """Returns the batch with each of its texts in a separate row, if it can be; the texts in other rows than those of
+    the batch; and why there are none of those, as a clause.
 
     Args:
-        is_whole: True if the documents have to stay in their rows.
+        is_whole: True if the texts have to stay in their rows.
+        draws: True if the model draws random numbers, of which other rows get others.
     """
-    inner = inner_model(model)
-    record = record_of(inner)
-    splits = not (is_whole or record.loss.is_encoder_decoder)
-    is_read = splits or (record.packing.recurrent is not None and _sequence_axis(record) is None)
-    found = read_documents(batch) if is_read else None
-    documents = None if found is None else rows_of(found)
-    if not splits or documents is None or not documents.is_packed or not _splits_alike(batch, documents):
-        keeps_attention = batch.get(LENGTHS) is not None or (found is not None and found.is_packed)
-        with own_layers(model, keeps_attention=keeps_attention, keeps_rows=documents is not None) as kept:
-            yield batch, kept
-        return
-    rows = as_padded_rows(batch, documents, batch.get("ignore_index", IGNORE_INDEX))
-    with own_layers(model) as kept:
-        yield rows, kept
+    if is_whole or draws:
+        return batch, None, "rows stay as they are" if is_whole else "the model draws random numbers"
+    found = read_documents(batch)
+    ignore_index = batch.get("ignore_index", IGNORE_INDEX)
+    if found is not None and found.is_packed:
+        documents = rows_of(found)
+        if documents is None or not _splits_alike(batch, documents):
+            return batch, None, "a label or mask of the batch joins documents"
+        rows = as_padded_rows(batch, documents, ignore_index)
+        return rows, rows, ""
+    objection = record_of(inner_model(model)).packing.objection()
+    if objection is not None:
+        return batch, None, f"refused: {objection}"
+    if _counts_padding(model) and batch.get("attention_mask") is not None:
+        return batch, None, "the loss of its router may count padding"
+    return batch, *as_packed_row(batch, ignore_index)
+
+
+def _counts_padding(model: nn.Module) -> bool:
+    configs = (getattr(module, "config", None) for module in inner_model(model).modules())
+    return any(getattr(config, "output_router_logits", False) for config in configs)
+
+
+@contextmanager
+def _own_layers(model: nn.Module, batch: dict[str, Any], *, is_whole: bool) -> Iterator[tuple[str, ...]]:
+    """Within, the model is as it was before :func:`wrap`, for ``batch``. Yields what it keeps of this library's, which
+    packed documents and rows with padding before their text need."""
+    record = record_of(inner_model(model))
+    is_recurrent = record.packing.recurrent is not None and _sequence_axis(record) is None
+    found = read_documents(batch) if is_recurrent or not is_whole else None
+    is_packed = batch.get(LENGTHS) is not None or (found is not None and found.is_packed)
+    keeps_rows = is_recurrent and found is not None and rows_of(found) is not None
+    with own_layers(model, keeps_attention=is_packed, keeps_rows=keeps_rows) as kept:
+        yield kept
 
 
 def _run_unfused(
@@ -396,11 +466,28 @@ def _problems(seen: Verification) -> list[str]:
             problems.append(f"{what}: relative error {error:.1e}, tolerance {seen.tolerance:.0e}")
     if not abs(seen.loss - seen.own_loss) <= OF_LAYERS * seen.tolerance * max(abs(seen.own_loss), 1.0):
         problems.append(f"the loss is {seen.loss:.6f}, that of the model as it was before wrap {seen.own_loss:.6f}")
+    other = seen.other_rows_error
     if not seen.own_gradient_error <= OF_LAYERS * seen.tolerance:
+        mixes = other is not None and other <= OF_LAYERS * seen.tolerance
         problems.append(
             "the gradients differ from those of the model as it was before wrap (own layers and attention): relative "
-            f"error {seen.own_gradient_error:.1e}, tolerance {OF_LAYERS * seen.tolerance:.0e}. Find the cause with "
-            "WrapConfig(layer_kernels=False) and WrapConfig(varlen_attention=False)"
+            f"error {seen.own_gradient_error:.1e}, tolerance {OF_LAYERS * seen.tolerance:.0e}. "
+            + (
+                "They agree with each document in a separate row: the documents of a packed row mix. Pad rows of "
+                "single documents"
+                if mixes
+                else "Find the cause with WrapConfig(layer_kernels=False) and WrapConfig(varlen_attention=False)"
+            )
+        )
+    elif other is not None and not other <= OF_LAYERS * seen.tolerance:
+        problems.append(
+            f"with the texts of the batch in {seen.other_rows} the gradients differ from those of the model as it was "
+            f"before wrap: relative error {other:.1e}, tolerance {OF_LAYERS * seen.tolerance:.0e}. "
+            + (
+                "The documents of a packed row mix. Train without packing, on padded rows of single documents"
+                if seen.other_rows == "one row"
+                else "Find the cause with WrapConfig(layer_kernels=False)"
+            )
         )
     name, error = seen.worst_parameter
     if not error <= SINGLE * seen.tolerance:

@@ -132,7 +132,7 @@ def wrap(
         # The tokens of a sequence are on several ranks, so that a mean over one of them would be of a part.
         config = replace(config, token_mean="global")
     with ExitStack() as undo:
-        record = _fuse(model, chosen, found, config, undo)
+        record = _fuse(outer, model, chosen, found, config, undo)
         keep_order_of_bytes(model, undo)
         undo.push(functools.partial(refuse_half_sharded, model, storage_state(model)))
         if found.takes_rank_0:
@@ -368,7 +368,9 @@ def _settings(strategy: Strategy, found: _Inspected, config: WrapConfig) -> str:
     )
 
 
-def _fuse(model: nn.Module, strategy: Strategy, found: _Inspected, config: WrapConfig, undo: ExitStack) -> Wrapped:
+def _fuse(
+    outer: nn.Module, model: nn.Module, strategy: Strategy, found: _Inspected, config: WrapConfig, undo: ExitStack
+) -> Wrapped:
     """Swaps lm_head and layers, and leaves a record on the model."""
     owner = uuid.uuid4().hex
     loss = FusedLoss(
@@ -398,7 +400,7 @@ def _fuse(model: nn.Module, strategy: Strategy, found: _Inspected, config: WrapC
     packing = found.packing
     attention = select_attention(found.structure.decoder, packing.wanted, packing.attention_reason)
     undo.callback(attention.restore)
-    hooks: list[RemovableHandle] = [*packing.install(model, found.structure, attention)]
+    hooks: list[RemovableHandle] = [*packing.install(outer, model, found.structure, attention)]
     if packing.recurrent is not None:
         backend = config.backend if config.layer_kernels else None
         hooks.append(packing.recurrent.install(model, found.structure, owner=owner, backend=backend))
@@ -416,7 +418,7 @@ def _fuse(model: nn.Module, strategy: Strategy, found: _Inspected, config: WrapC
         unfused_reason=found.unfused_reason,
         layers=layers,
         attention=attention,
-        packing=found.packing,
+        packing=packing,
         not_compiled=found.not_compiled,
         frozen=found.frozen,
         hooks=tuple(hooks),
@@ -424,7 +426,7 @@ def _fuse(model: nn.Module, strategy: Strategy, found: _Inspected, config: WrapC
     )
     setattr(model, _RECORD, record)
     undo.callback(_restore, model, record)
-    swap_model(model, loss)
+    swap_model(outer, model, loss)
     loss.install(model)
     return record
 

@@ -45,7 +45,7 @@ OTHERS = shared_buffers()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    if "PYTEST_XDIST_WORKER" not in os.environ:
+    if not os.environ.get("PYTEST_XDIST_WORKER"):
         for path in shared_buffers() - OTHERS:
             path.unlink(missing_ok=True)
         if len(repeated_calls(session.config)) > MOST_REPEATED:

@@ -41,8 +41,8 @@ def trained(model: Any, *batches: dict[str, Tensor]) -> tuple[list[float], dict[
     return [float(loss.detach()) for loss in losses], gradients_of(model)
 
 
-def alone(model: Any, *batches: dict[str, Tensor]) -> tuple[list[float], dict[str, Tensor]]:
-    """The same from every document in a separate call."""
+def alone(model: Any, *batches: dict[str, Tensor], **further: Any) -> tuple[list[float], dict[str, Tensor]]:
+    """The same from every document in a separate call, with ``further`` keywords."""
     model.train().zero_grad()
     losses = []
     for batch in batches:
@@ -52,7 +52,7 @@ def alone(model: Any, *batches: dict[str, Tensor]) -> tuple[list[float], dict[st
         for ids, labels in zip(batch["input_ids"].split(lengths, 1), batch["labels"].split(lengths, 1), strict=True):
             valid = int((labels != -100).sum())
             if valid:
-                loss = model(input_ids=ids, labels=labels, use_cache=False).loss * valid / count
+                loss = model(input_ids=ids, labels=labels, use_cache=False, **further).loss * valid / count
                 loss.backward()
                 total += float(loss.detach())
         losses.append(total)

@@ -59,6 +59,15 @@ OWN_ATTENTION: dict[str, dict[str, Any]] = {
 """families with attention or masks of their own, and what their tiny configs have beside the usual sizes"""
 
 
+MIXING: dict[str, dict[str, Any]] = {
+    "ernie": {"intermediate_size": 24, "max_position_embeddings": 64}
+    | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    # verl reads it of every config.
+    | {"num_key_value_heads": 2},
+}
+"""families whose attention mixes packed documents, and what their tiny configs have beside the usual sizes"""
+
+
 MIXTURES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"head_dim": 8, "num_experts": 6, "moe_intermediate_size": 8, "norm_topk_prob": True},
     "gpt_oss": {"head_dim": 8, "num_local_experts": 6, "sliding_window": 4, "attn_implementation": "eager"},
@@ -88,7 +97,7 @@ def make_config(family: str, *, tied: bool = False, padded: bool = True, heads: 
         return _make_hybrid(family, tied)
     if family in MIXTURES:
         return _make_mixture(family, tied, heads)
-    if family in OWN_ATTENTION:
+    if family in OWN_ATTENTION or family in MIXING:
         return _make_own_attention(family, tied)
     classes = {"llama": LlamaConfig, "qwen2": Qwen2Config, "gemma2": Gemma2Config}
     extra: dict[str, Any] = {"head_dim": 8} if family == "gemma2" else {}
@@ -123,10 +132,11 @@ def _make_own_attention(family: str, tied: bool) -> Any:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     sizes: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "initializer_range": 0.3, "attn_implementation": "eager"}
-    if family in ("bloom", "opt"):
+    if family in ("bloom", "opt", "ernie"):
         sizes |= {"hidden_size": HIDDEN_SIZE, "num_hidden_layers": 2, "num_attention_heads": 2}
-    more = {"init_std": 0.3} if family == "opt" else {}
-    return CONFIG_MAPPING[family](**sizes, tie_word_embeddings=tied, pad_token_id=0, **more, **OWN_ATTENTION[family])
+    more: dict[str, Any] = {"init_std": 0.3} if family == "opt" else {}
+    more |= (OWN_ATTENTION | MIXING)[family]
+    return CONFIG_MAPPING[family](**sizes, tie_word_embeddings=tied, pad_token_id=0, **more)
 
 
 def _make_mixture(family: str, tied: bool, heads: int) -> Any:

@@ -165,7 +165,7 @@ def run_ppo(folder: Path, fused: bool, stage: int, options: dict[str, Any]) -> d
     return found
 
 
-def refusals_of(folder: Path) -> list[str]:
+def refusals_of(folder: Path, folder_of_bloom: Path) -> list[str]:
     """Returns the sentences of calls and settings that the plug refuses, and the shape of logits that are asked for."""
     made, _ = make_actor(folder, fused=True, stage=2)
     samples = make_samples(0)
@@ -174,6 +174,7 @@ def refusals_of(folder: Path) -> list[str]:
     for refused in (
         lambda: made(*given, ring_attn_group=torch.distributed.group.WORLD),
         lambda: make_actor(folder, fused=True, stage=2, use_liger_kernel=True),
+        lambda: make_actor(folder_of_bloom, fused=True, stage=2, packing_samples=True, attn_implementation="eager"),
     ):
         try:
             refused()

@@ -48,15 +48,21 @@ class FusedModel(nn.Module):
         return _blank, (base,), vars(self) if get_state is None else get_state()
 
 
-def swap_model(model: nn.Module, loss: FusedLoss) -> None:
+def swap_model(outer: nn.Module, model: nn.Module, loss: FusedLoss) -> None:
     """Swaps the class of ``model`` in place; FSDP2's class stays on top. A forward that other code has patched on the
-    instance becomes the one that the swapped forward calls."""
+    instance becomes the one that the swapped forward calls. Modules of ``outer`` around it that hold its forward as
+    theirs, such as PEFT's AdaptionPrompt, get the swapped one; after :func:`restore_model` that runs the model's own
+    code."""
     vars(model)[_LOSS] = loss
     if not isinstance(model, FusedModel):  # A model made by a wrapped model's class has the swapped class already.
         base = below_wrappers(type(model))
         model.__class__ = with_base(type(model), base, _class_for(base))
     if "forward" in vars(model):
         vars(model)[_ORIGINALS] = (*vars(model).get(_ORIGINALS, ()), vars(model).pop("forward"))
+    for module in outer.modules():
+        held = vars(module).get("forward")
+        if module is not model and getattr(held, "__self__", None) is model:
+            module.forward = model.forward
 
 
 def restore_model(model: nn.Module) -> None:

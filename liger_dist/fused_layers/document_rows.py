@@ -288,6 +288,52 @@ def as_padded_rows(batch: dict[str, Any], documents: DocumentRows, ignore_index:
     return rows | {"attention_mask": (longest < lengths[:, None]).long()}
 
 
+def as_packed_row(batch: dict[str, Any], ignore_index: int) -> tuple[dict[str, Any] | None, str]:
+    """Returns the arguments of a call with the texts of all rows in one row, told apart by positions, and the same mean
+    loss; or None and why there is no such row, as a clause.
+
+    Args:
+        batch: the arguments of a call with one text in each row, which tensors ``[B, S, ...]`` are of.
+    """
+    ids = batch.get("input_ids")
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or len(ids) < 2:
+        return None, "the batch has no two texts"
+    mask = batch.get("attention_mask")
+    if mask is not None and (not isinstance(mask, Tensor) or tuple(mask.shape) != tuple(ids.shape)):
+        return None, "the batch has a dense attention_mask"
+    place = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
+    lengths = ids.new_full((len(ids), 1), ids.shape[1]) if mask is None else (mask != 0).sum(1, keepdim=True)
+    is_text = place < lengths
+    if mask is not None and not torch.equal(is_text, mask != 0):
+        return None, "padding is before a text or within it"
+    positions = batch.get("position_ids")
+    if positions is not None and not (
+        tuple(positions.shape[-2:]) in (tuple(ids.shape), (1, ids.shape[1]))
+        and positions.dim() == 2
+        and bool((positions == place)[is_text].all())
+    ):
+        return None, "its position_ids do not count from 0 in every row"
+    row: dict[str, Any] = {}
+    for name, value in batch.items():
+        if not isinstance(value, Tensor) or value.dim() == 0:
+            row[name] = value
+        elif tuple(value.shape[:2]) != tuple(ids.shape):
+            if name != "position_ids":
+                return None, f"{name} {list(value.shape)} is not of tokens"
+        else:
+            row[name] = value[is_text][None]
+    for name in ("labels", "shift_labels"):
+        value = batch.get(name)
+        if isinstance(value, Tensor) and bool((value[~is_text] != ignore_index).any()):
+            return None, f"{name} of padding are not {ignore_index}"
+    row.pop("attention_mask", None)
+    row["position_ids"] = place[is_text][None]
+    if isinstance(row.get("labels"), Tensor):
+        # No text predicts the first token of the next one.
+        row["labels"] = row["labels"].masked_fill(row["position_ids"] == 0, ignore_index)
+    return row, ""
+
+
 def grouped(lengths: Sequence[int]) -> list[tuple[int, int]]:
     """Divides rows of these lengths into calls: the fewest with at most :data:`MOST_PADDING` tokens for each token, and
     among those the division with the fewest tokens.

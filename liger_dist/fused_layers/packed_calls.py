@@ -34,7 +34,7 @@ from liger_dist.model.documents import (
     current_call,
     read_documents,
 )
-from liger_dist.model.peft import base_model_of
+from liger_dist.model.peft import base_model_of, reason_against_packing
 from liger_dist.model.structure import Structure, find_structure
 from liger_dist.model.torch_modes import in_backward, untraced
 from liger_dist.sharding.sequence_parallel import sequence_axis_of
@@ -100,17 +100,19 @@ class PackedCalls:
         self._reason, self._attention_reasons = reason, attention_reasons
         self._own_config = getattr(structure.decoder, "config", None)
         self._selection: AttentionSelection | None = None
+        self._outer: nn.Module = model
         self._text_row, self._is_right_by_itself = text_row, is_right_by_itself
         self._has_image_positions = has_image_positions(self._own_config)
 
     def install(
-        self, model: nn.Module, structure: Structure, selection: AttentionSelection
+        self, outer: nn.Module, model: nn.Module, structure: Structure, selection: AttentionSelection
     ) -> tuple[RemovableHandle, ...]:
-        """Returns hooks of the decoder."""
-        self._selection = selection
-        if structure.decoder is model or self._is_right_by_itself:
-            return ()
-        return (structure.decoder.register_forward_pre_hook(self._check_decoder_call, with_kwargs=True),)
+        """Returns hooks of the decoder, and of a ``PeftModel`` ``outer``."""
+        self._selection, self._outer = selection, outer
+        hooks = [] if outer is model else [outer.register_forward_pre_hook(self._check_adapter, with_kwargs=True)]
+        if structure.decoder is not model and not self._is_right_by_itself:
+            hooks.append(structure.decoder.register_forward_pre_hook(self._check_decoder_call, with_kwargs=True))
+        return tuple(hooks)
 
     def __str__(self) -> str:
         found = [] if self.recurrent is None else self.recurrent.lines()
@@ -140,7 +142,8 @@ class PackedCalls:
             return PackedCall(None, None)
         documents = read_documents(named)
         cache = next((name for name in CACHES if named.get(name) is not None), None)
-        if documents is None or (cache is not None and self.recurrent is None and documents.told_by == POSITIONS):
+        is_generation = cache is not None and self.recurrent is None and named.get("labels") is None
+        if documents is None or (is_generation and documents.told_by == POSITIONS):
             # With a cache, transformers takes a row for one text: generation, whose positions padding interrupts.
             return PackedCall(None, None)
         if documents.told_by is not None:
@@ -157,7 +160,8 @@ class PackedCalls:
         cache = next((name for name in (*CACHES, "use_cache") if named.get(name) is not None), "use_cache")
         reads_documents = self.recurrent is None and cache == "use_cache" and self._reads_documents()
         if named.get(cache) and not reads_documents:
-            raise LigerDistError(f"{what} and {cache}, but a cache holds one text for each row; pass use_cache=False.")
+            way_out = "pass use_cache=False" if cache == "use_cache" else f"leave {cache} out"
+            raise LigerDistError(f"{what} and {cache}, but a cache holds one text for each row; {way_out}.")
         reason = self._reason or (None if self.recurrent is None else self.recurrent.objection(model))
         if reason is None and not _has_dense_mask(named):
             reason = self._reason_of_attention() or self._reason_of_positions(documents, named)
@@ -169,7 +173,7 @@ class PackedCalls:
 
     def objection(self) -> str | None:
         """Says why packed documents would be refused, as a clause; None if they would not."""
-        return self._reason or self._reason_of_attention()
+        return self._reason or self._reason_of_attention() or reason_against_packing(self._outer)
 
     def _reason_of_attention(self) -> str | None:
         """Says why attention would mix documents, as a clause: that which is selected now."""
@@ -244,6 +248,20 @@ class PackedCalls:
             if self.recurrent is not None:
                 stack.enter_context(self.recurrent.running(None if call is None else call.rows))
             yield
+
+    @untraced
+    def _check_adapter(self, outer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuses packed documents in a call of a ``PeftModel`` that takes a row for one text."""
+        reason = reason_against_packing(outer)
+        if reason is None or "forward" in vars(outer) or in_backward():
+            return  # PEFT replaces the forward where an adapter is disabled.
+        named = dict(zip(signature(outer.forward).parameters, args, strict=False)) | kwargs
+        documents = read_documents(named)
+        if documents is not None and documents.told_by is not None:
+            raise LigerDistError(
+                f"{self._name} was called with packed documents ({SEEN[documents.told_by]}), but {reason}. Give each "
+                "document a separate row and pad the rows (attention_mask)."
+            )
 
     @untraced
     def _check_decoder_call(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -381,8 +399,9 @@ def packing_objection(model: nn.Module) -> str | None:
     Raises:
         LigerDistError: the model has no lm_head.
     """
-    model = base_model_of(model)
-    return find_packing(model, find_structure(model), varlen_attention=True).objection()
+    inner = base_model_of(model)
+    found = find_packing(inner, find_structure(inner), varlen_attention=True)
+    return found.objection() or reason_against_packing(model)
 
 
 def is_recurrent(model: nn.Module) -> bool:

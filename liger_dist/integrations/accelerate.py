@@ -10,12 +10,15 @@ from accelerate import Accelerator, DistributedType
 from accelerate.state import AcceleratorState
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from transformers import DataCollatorWithFlattening
 from typing_extensions import TypeVarTuple, Unpack
 
 from liger_dist.config import WrapConfig, check_choice
 from liger_dist.errors import LigerDistError
 from liger_dist.sharding.fsdp2 import FSDP2, LMHead
 from liger_dist.wrap import inner_model, record_of, wrap
+
+from .patches import refuse_packing
 
 Others = TypeVarTuple("Others")
 
@@ -50,8 +53,12 @@ def prepare(
         lm_head: see :class:`liger_dist.FSDP2`; for FSDP2 settings only.
 
     Raises:
-        LigerDistError: see :func:`liger_dist.wrap`.
+        LigerDistError: see :func:`liger_dist.wrap`; or a data loader packs documents that the model would mix.
     """
+    for one in others:
+        collator = getattr(one, "collate_fn", None)
+        if isinstance(collator, DataCollatorWithFlattening):
+            refuse_packing(model, type(collator).__name__)
     groups = [group for one in others if isinstance(one, torch.optim.Optimizer) for group in one.param_groups]
     # By name, so that only the optimizers keep references to the parameters before sharding.
     names = {id(parameter): name for name, parameter in model.named_parameters()}

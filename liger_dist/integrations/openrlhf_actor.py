@@ -51,7 +51,7 @@ class FusedActor(Actor):  # type: ignore[misc]
 
         Raises:
             LigerDistError: ``use_liger_kernel``, ring attention, tensor parallelism of DeepSpeed, or a model whose loss
-                is not fused.
+                is not fused or that would mix packed samples.
         """
         refuse_liger_kernel(kwargs)
         if get_ring_attn_group() is not None:
@@ -63,7 +63,9 @@ class FusedActor(Actor):  # type: ignore[misc]
                 "lm_head; set ds.tensor_parallel_size to 1."
             )
         super().__init__(pretrain_or_model, *args, **kwargs)
-        wrap_policy(self.model, "deepspeed", self.wrap_config, way_out=f"Train it by python -m {TRAINING}.")
+        packs = "packing_samples" if getattr(self, "packing_samples", False) else None
+        way_out = f"Train it by python -m {TRAINING}."
+        wrap_policy(self.model, "deepspeed", self.wrap_config, way_out=way_out, packs=packs)
 
     def forward(
         self,

@@ -13,6 +13,8 @@ from torch import nn
 
 from liger_dist.config import WrapConfig
 from liger_dist.errors import LigerDistError
+from liger_dist.fused_layers.packed_calls import packing_objection
+from liger_dist.model.peft import base_model_of
 from liger_dist.sharding.base import Strategy
 from liger_dist.sharding.fsdp2 import LMHead
 from liger_dist.wrap import inner_model, is_wrapped, record_of, wrap
@@ -101,12 +103,38 @@ def patch_class(module_name: str, name: str, make: Callable[[], type[nn.Module]]
         sys.meta_path.insert(0, AfterImport(module_name, patch))
 
 
-def wrap_policy(model: nn.Module, strategy: str | Strategy, config: WrapConfig, *, way_out: str) -> None:
-    """Wraps a model that a host asks for log-probabilities.
+def refuse_packing(model: nn.Module, setting: str, *, way_out: str = "pad rows of single documents instead") -> None:
+    """Refuses a setting of a host that packs documents into rows, for a model that would mix them.
+
+    Args:
+        model: wrapped or not; it is not changed.
+        setting: its name.
 
     Raises:
-        LigerDistError: see :func:`liger_dist.wrap`; or the loss of the model is not fused.
+        LigerDistError: the model would mix them.
     """
+    inner = inner_model(model)
+    objection = record_of(inner).packing.objection() if is_wrapped(model) else packing_objection(model)
+    if objection is not None:
+        raise LigerDistError(
+            f"{setting} packs documents into rows, which {type(base_model_of(inner)).__name__} would mix: {objection}; "
+            f"{way_out}."
+        )
+
+
+def wrap_policy(
+    model: nn.Module, strategy: str | Strategy, config: WrapConfig, *, way_out: str, packs: str | None = None
+) -> None:
+    """Wraps a model that a host asks for log-probabilities.
+
+    Args:
+        packs: the setting with which the host packs samples into rows; None if it pads them.
+
+    Raises:
+        LigerDistError: see :func:`liger_dist.wrap`; or the loss of the model is not fused, or it would mix samples.
+    """
+    if packs is not None:
+        refuse_packing(model, packs, way_out="set it to False")
     wrap(model, strategy, config=config)
     reason = record_of(inner_model(model)).unfused_reason
     if reason is not None:

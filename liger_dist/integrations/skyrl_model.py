@@ -49,7 +49,7 @@ class FusedModelWrapper(HFModelWrapper):  # type: ignore[misc]
 
         Raises:
             LigerDistError: ``use_liger_kernel``, a vision-language model whose padding is removed or whose sequences
-                are sharded, or a model whose loss is not fused.
+                are sharded, or a model whose loss is not fused or that would mix packed samples.
         """
         refuse_liger_kernel(kwargs)
         super().__init__(pretrain_or_model, *args, **kwargs)
@@ -62,9 +62,10 @@ class FusedModelWrapper(HFModelWrapper):  # type: ignore[misc]
                     f"{setting} is {getattr(self, setting)} for a vision-language model, which SkyRL does not support; "
                     "leave it out."
                 )
+        packs = "remove_microbatch_padding" if self.remove_microbatch_padding else None
         way_out = "Run SkyRL's own entry point for this model."
         # Ranks other than the first have no weights yet.
-        wrap_policy(self.model, LoadedByHost(), self.wrap_config, way_out=way_out)
+        wrap_policy(self.model, LoadedByHost(), self.wrap_config, way_out=way_out, packs=packs)
 
     def forward(
         self,

@@ -8,10 +8,10 @@ from transformers import DataCollatorWithFlattening, Trainer
 
 from liger_dist.config import WrapConfig
 from liger_dist.errors import LigerDistError
-from liger_dist.fused_layers.packed_calls import packing_objection
 from liger_dist.sharding.fsdp2 import LMHead
 
 from .accelerate import wrap_for
+from .patches import refuse_packing
 
 PACKS = ("packing", "padding_free", "sample_packing")
 """settings of trainers that pack several documents into a row"""
@@ -31,11 +31,16 @@ def fuse(trainer: AnyTrainer, config: WrapConfig | None = None, *, lm_head: LMHe
         The same trainer.
 
     Raises:
-        LigerDistError: its arguments let other code compute the loss, or see :func:`liger_dist.wrap`. Nothing is
+        LigerDistError: its arguments let other code compute the loss or pack documents that the model
+            would mix, or see :func:`liger_dist.wrap`. Nothing is
             changed then.
     """
     for objection in _objections(trainer):
         raise LigerDistError(objection)
+    packs = [name for name in PACKS if getattr(trainer.args, name, False)]
+    packs += ["data_collator"] if isinstance(trainer.data_collator, DataCollatorWithFlattening) else []
+    for setting in packs[:1]:
+        refuse_packing(trainer.model, setting)
     wrap_for(trainer.accelerator.state, trainer.model, config, lm_head)
     return trainer
 
@@ -64,14 +69,6 @@ def _objections(trainer: Trainer) -> list[str]:
         found.append(
             f"label_smoothing_factor is {arguments.label_smoothing_factor}, with which Trainer computes the loss "
             "from full logits; leave it out, and add label_smoothing to the model's inputs (in your data collator)."
-        )
-    packs = [name for name in PACKS if getattr(arguments, name, False)]
-    packs += ["data_collator"] if isinstance(trainer.data_collator, DataCollatorWithFlattening) else []
-    objection = packing_objection(trainer.model) if packs else None
-    if objection is not None:
-        found.append(
-            f"{packs[0]} packs documents into rows, which {type(trainer.model).__name__} would mix: {objection}; pad "
-            "rows of single documents instead."
         )
     if trainer.model_init is not None:
         found.append("model_init is given and makes another model for every run; give the model itself.")

@@ -13,10 +13,12 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib import import_module
+from inspect import signature
 from typing import Any
 
 from accelerate.state import AcceleratorState
 from torch import nn
+from trl import SFTTrainer
 from trl.trainer import utils
 
 from liger_dist.config import WrapConfig
@@ -25,7 +27,7 @@ from liger_dist.sharding.fsdp2 import LMHead
 from liger_dist.wrap import is_wrapped, record_of, unwrap
 
 from .accelerate import wrap_for
-from .patches import models_wrapped_for
+from .patches import models_wrapped_for, patched, refuse_packing
 from .trl_distillation import fused_divergences
 
 ADD = "add_fused_lm_head"
@@ -57,6 +59,7 @@ def fused_heads(config: WrapConfig | None = None, *, lm_head: LMHead = "gather")
     _put(add_fused_lm_head, instead_of=own)
     try:
         with ExitStack() as stack:
+            stack.enter_context(_packing_checked(SFTTrainer))
             for folder, name in WITHOUT_A_HEAD.items():
                 trainer = getattr(import_module(f"trl.experimental.{folder}"), name)
                 stack.enter_context(models_wrapped_for(trainer, config, lm_head))
@@ -65,6 +68,28 @@ def fused_heads(config: WrapConfig | None = None, *, lm_head: LMHead = "gather")
     finally:
         # Also in modules of TRL that were first imported within the context.
         _put(own, instead_of=add_fused_lm_head)
+
+
+@contextmanager
+def _packing_checked(trainer: Any) -> Iterator[None]:
+    """Patches a trainer class within the context to refuse packed rows of models that would mix documents, before it
+    reads data; a model that it loads by name after its constructor."""
+    own = trainer.__init__
+
+    @functools.wraps(own)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = signature(own).bind(self, *args, **kwargs).arguments
+        model, settings = given.get("model"), given.get("args")
+        if isinstance(model, nn.Module) and settings is not None:
+            packs = settings.packing and settings.packing_strategy != "wrapped"
+            if packs or settings.padding_free:
+                refuse_packing(model, "packing" if packs else "padding_free")
+        own(self, *args, **kwargs)
+        if self.padding_free:
+            refuse_packing(self.model, "packing" if self.args.packing else "padding_free")
+
+    with patched(trainer, "__init__", init):
+        yield
 
 
 def _wrap(model: nn.Module, *, config: WrapConfig | None, lm_head: LMHead) -> None:

@@ -75,7 +75,8 @@ class FusedEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
             model.forward = MethodType(_with_loss(type(model).forward), model)
         # Ranks other than the first of a shard group have no weights yet.
         way_out = f"Take {__name__} out of VERL_USE_EXTERNAL_MODULES and model.external_lib for this model."
-        wrap_policy(module, LoadedByHost(), self.wrap_config, way_out=way_out)
+        packs = "model.use_remove_padding" if self.use_remove_padding else None
+        wrap_policy(module, LoadedByHost(), self.wrap_config, way_out=way_out, packs=packs)
         sharded: nn.Module = super()._build_fsdp_module(module)
         return sharded
 

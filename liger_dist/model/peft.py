@@ -75,6 +75,15 @@ def learns_prompts(outer: nn.Module) -> bool:
     return bool(getattr(getattr(outer, "active_peft_config", None), "is_prompt_learning", False))
 
 
+def reason_against_packing(outer: nn.Module) -> str | None:
+    """Says why a ``PeftModel`` takes a packed row for one text, as a clause; None if it does not."""
+    if learns_prompts(outer):
+        return "PEFT puts its prompts before the first document of a row alone"
+    if getattr(getattr(outer, "active_peft_config", None), "alora_invocation_tokens", None):
+        return "PEFT's aLoRA begins at the last invocation of a row"
+    return None
+
+
 def own_loss(outer: nn.Module) -> str | None:
     """Says why a ``PeftModel`` needs the logits of each call, as a clause; None if it leaves the loss to its base
     model."""

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
+import on_device
 import pytest
 import torch
+from documents import alone, assert_equal, packed, trained
 from harness import Workers
-from peft_methods import LEFT_OUT, METHODS, STRATEGIES, outcomes
+from models import make_model
+from peft_methods import LEFT_OUT, METHODS, STRATEGIES, adapted, outcomes
+
+import liger_dist
+from liger_dist.fused_layers.packed_calls import packing_objection
 
 peft = pytest.importorskip("peft")
 
@@ -47,6 +55,55 @@ def test_all_methods_are_exact_or_refused(workers_2: Workers, request: pytest.Fi
         before, rest = PAGE.read_text().split(BEGIN)
         PAGE.write_text(before + BEGIN + _table(cells) + END + rest.split(END)[1])
     _compare(cells)
+
+
+MIXING_TOKENS = {
+    "LILY": "its router averages over all tokens of a micro-batch, in separate rows as well",
+    "PVERA": "it draws random numbers for each token",
+    "POLY": "it needs task_ids, without which its model cannot be tried",
+}
+"""methods whose documents cannot be compared with each alone"""
+USUAL = ("LORA", "PREFIX_TUNING", "CPT", "ADAPTION_PROMPT")
+PROMPTS = ("PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "CARTRIDGE", "CPT")
+
+
+@pytest.mark.nightly(method=[method for method in METHODS if method not in USUAL])
+@pytest.mark.parametrize("method", METHODS)
+def test_packed_documents_are_apart_or_refused(method: str) -> None:
+    """A method puts prompts before a row and not before its documents, or reads each token alone."""
+    if method in MIXING_TOKENS:
+        pytest.skip(MIXING_TOKENS[method])
+    settings = METHODS[method]
+    by_positions: dict[str, Any] = packed([5, 1, 4, 2])
+    ends = on_device.tensor([0, 5, 6, 10, 12]).int()
+    by_lengths = {name: value for name, value in by_positions.items() if name != "position_ids"}
+    by_lengths |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 5, "max_length_k": 5}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = adapted(method)
+        further = settings.batch(by_positions)
+        is_prompt = method in PROMPTS
+        truth = None if is_prompt else alone(model, by_positions, **further)
+        assert (packing_objection(model) is None) != is_prompt
+        liger_dist.wrap(model, "none")
+        assert ("refused:" in liger_dist.explain(model).packing) == is_prompt
+        for batch in (by_positions, by_lengths):
+            if is_prompt:
+                with pytest.raises(liger_dist.LigerDistError, match="PEFT puts its prompts before the first document"):
+                    model(**batch, **further)
+            else:
+                assert truth is not None
+                assert_equal(trained(model, batch | further), truth, 2e-4)
+                with pytest.raises(liger_dist.LigerDistError, match="the logits of this call were never computed"):
+                    model(**batch, **further).logits.sum()
+
+
+def test_invocations_of_packed_documents_are_refused() -> None:
+    """aLoRA trains what follows the last invocation of a row."""
+    options = peft.LoraConfig(target_modules=["q_proj"], r=2, task_type="CAUSAL_LM", alora_invocation_tokens=[3])
+    model = liger_dist.wrap(peft.get_peft_model(make_model("llama"), options), "none")
+    with pytest.raises(liger_dist.LigerDistError, match="aLoRA begins at the last invocation of a row"):
+        model(**packed([5, 4]))
 
 
 def _cells(methods: Iterable[str], strategies: Iterable[str], workers: Workers) -> dict[tuple[str, str], str]:

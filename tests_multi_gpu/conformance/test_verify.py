@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from typing import Any
 from unittest import mock
 
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from cells import PRINCIPAL, Cell, _zero
 from harness import Workers
 from layouts import SESSIONS
-from models import HIDDEN_SIZE, full, make_batch, make_model
+from models import HIDDEN_SIZE, VOCAB_SIZE, full, make_batch, make_model
 from peft_methods import adapted, batch_of
 from test_conformance import build, run_micro_batches, skip_without
 from torch import Tensor, nn
@@ -261,6 +262,84 @@ def test_it_finds_faults_beside_the_loss() -> None:
     assert by_lengths.kept == ()
     assert isinstance(wrapped.model.norm, Swapped)
     assert "liger_dist" in liger_dist.explain(wrapped).attention
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "bloom", "qwen3_5_text"])
+def test_texts_run_in_other_rows_too(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padded texts in one row, and packed ones in separate rows; a border that is forgotten is a problem of packing."""
+    wrapped = liger_dist.wrap(make_model(family), "none")
+    ids = on_device.randint(1, VOCAB_SIZE, (3, 9), generator=torch.Generator().manual_seed(0))
+    mask = (on_device.arange(9) < on_device.tensor([[9], [5], [7]])).long()
+    padded = {"input_ids": ids, "labels": ids.masked_fill(mask == 0, -100), "attention_mask": mask}
+    packed = make_batch(0, rows="packed")
+    for batch, other_rows in ((padded, "one row"), (packed, "separate rows")):
+        right = liger_dist.verify(wrapped, batch)
+        assert right.ok, right
+        assert (right.other_rows, right.other_rows_error is None) == (other_rows, False)
+    documents = sys.modules["liger_dist.model.documents"].Documents
+    own = documents.__init__
+
+    def forget(self: Any, begins: Tensor, *args: Any, **kwargs: Any) -> None:
+        begins = begins.clone()
+        begins[:, 1:] = False
+        own(self, begins, *args, **kwargs)
+
+    if family in ("llama", "gemma2", "qwen3_5_text"):
+        return  # Their own masks still see the positions.
+    monkeypatch.setattr(documents, "__init__", forget)
+    problems = str(liger_dist.verify(wrapped, padded).problems)
+    assert "with the texts of the batch in one row the gradients differ" in problems
+    assert "The documents of a packed row mix" in problems
+
+
+NOT_IN_OTHER_ROWS = {
+    "one text": ("no two texts", lambda batch: {name: value[:1] for name, value in batch.items()}),
+    "padding first": ("before a text", lambda batch: batch | {"attention_mask": batch["attention_mask"].flip(1)}),
+    "a dense mask": ("dense attention_mask", lambda batch: batch | {"attention_mask": on_device.ones(3, 1, 9, 9)}),
+    "positions from 1": ("from 0", lambda batch: batch | {"position_ids": 1 + on_device.arange(9).expand(3, -1)}),
+}
+
+
+@pytest.mark.parametrize("name", NOT_IN_OTHER_ROWS)
+def test_texts_that_do_not_run_in_other_rows(name: str) -> None:
+    reason, change = NOT_IN_OTHER_ROWS[name]
+    wrapped = liger_dist.wrap(make_model("llama"), "none")
+    ids = on_device.randint(1, VOCAB_SIZE, (3, 9), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+    if name == "padding first":
+        batch["attention_mask"][0, 7:] = 0
+        batch["labels"] = ids.masked_fill(batch["attention_mask"].flip(1) == 0, -100)
+    verification = liger_dist.verify(wrapped, change(batch))
+    assert verification.ok, verification
+    assert verification.other_rows_error is None
+    assert f"not compared: {verification.other_rows}" in str(verification)
+    assert reason in verification.other_rows
+
+
+def test_ranks_agree_on_texts_in_other_rows(workers_2: Workers) -> None:
+    assert workers_2.run(other_rows_of_ranks) == ["the batch has no two texts"] * 2
+
+
+def other_rows_of_ranks() -> str:
+    """One rank has a single text, and none computes others than its batch."""
+    wrapped = liger_dist.wrap(make_model("llama"), "fsdp2")
+    rows = 3 if dist.get_rank() else 1
+    ids = on_device.randint(1, VOCAB_SIZE, (rows, 9), generator=torch.Generator().manual_seed(0))
+    verification = liger_dist.verify(wrapped, {"input_ids": ids, "labels": ids})
+    assert verification.ok, verification
+    return verification.other_rows
+
+
+def test_packed_rows_with_dropout_stay_together() -> None:
+    """Other rows would get other random numbers."""
+    model: Any = make_model("gemma2")
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    wrapped = liger_dist.wrap(model, "none")
+    for rows in ("packed", "texts"):
+        verification = liger_dist.verify(wrapped, make_batch(0, rows=rows))
+        assert verification.ok, verification
+        assert verification.other_rows == "the model draws random numbers"
 
 
 UNFUSED = {

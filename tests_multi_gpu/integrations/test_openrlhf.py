@@ -62,7 +62,8 @@ def test_openrlhf_updates_equal_those_without_the_plug(
 
 
 def test_openrlhf_refusals_and_logits(checkpoints: Callable[[str], Path], workers_2: Workers) -> None:
-    for ring, liger, shape in workers_2.run(refusals_of, checkpoints("llama")):
+    for ring, liger, packing, shape in workers_2.run(refusals_of, checkpoints("llama"), checkpoints("ernie")):
+        assert packing.startswith("packing_samples packs documents into rows, which ErnieForCausalLM would mix")
         assert ring.startswith("ring_attn_group was given")
         assert liger.startswith("use_liger_kernel is True")
         assert shape == str((SAMPLES, LENGTH, VOCAB_SIZE))

@@ -241,6 +241,31 @@ def test_a_trainer_that_gives_its_loss_to_somebody_else(options: dict[str, Any],
     assert not is_wrapped(trainer.model)
 
 
+def test_packed_rows_of_a_model_that_mixes_documents(tmp_path: Path) -> None:
+    """Before data is read: by a setting, by the collator of a Trainer, and by that of a data loader."""
+    from accelerate import Accelerator
+    from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
+
+    from liger_dist.integrations.accelerate import prepare
+    from liger_dist.integrations.trainer import fuse
+
+    forget_earlier_trainers()
+    model, data = make_model("ernie", dtype=torch.float32).cpu(), ["is not read"]
+    arguments = TrainingArguments(**sgd_arguments(str(tmp_path), None))
+    trainer = Trainer(model=model, args=arguments, data_collator=DataCollatorWithFlattening(), train_dataset=data)
+    with pytest.raises(liger_dist.LigerDistError, match="data_collator packs documents into rows, which ErnieFor"):
+        fuse(trainer)
+    trainer = Trainer(model=model, args=arguments, train_dataset=data)
+    trainer.args.sample_packing = True
+    with pytest.raises(liger_dist.LigerDistError, match="sample_packing packs documents into rows"):
+        fuse(trainer)
+    loader = torch.utils.data.DataLoader(data, collate_fn=DataCollatorWithFlattening())
+    forget_earlier_trainers()
+    with pytest.raises(liger_dist.LigerDistError, match="DataCollatorWithFlattening packs documents"):
+        prepare(Accelerator(cpu=True), model, loader)
+    assert not is_wrapped(model)
+
+
 def test_a_vocab_parallel_lm_head_is_for_fsdp2(tmp_path: Path) -> None:
     from liger_dist.integrations.trainer import fuse
 

@@ -259,6 +259,41 @@ def test_what_this_head_does_not_have(tmp_path: Path) -> None:
     assert not is_wrapped(trainer.model)
 
 
+@pytest.mark.parametrize("is_loaded", [False, True])
+@pytest.mark.parametrize("setting", ["packing", "padding_free"])
+def test_packed_rows_of_a_model_that_mixes_documents(setting: str, is_loaded: bool, tmp_path: Path) -> None:
+    """Of a model, and of one that the trainer loads."""
+    from trl import SFTTrainer
+
+    from liger_dist.integrations.trl import fused_heads
+
+    forget_earlier_trainers()
+    own = SFTTrainer.__init__
+    arguments = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, setting: True}
+    arguments["max_length"] = 24 if setting == "packing" else None
+    expected = pytest.raises(liger_dist.LigerDistError, match=f"{setting} packs documents into rows, which ErnieFor")
+    if is_loaded:
+        make_model("ernie", dtype=torch.float32).cpu().save_pretrained(tmp_path)
+        with expected, fused_heads():
+            SFTTrainer(
+                model=str(tmp_path),
+                args=classes_of("SFT")[0](**arguments),
+                train_dataset=text_rows(),
+                processing_class=make_tokenizer(),
+            )
+    else:
+        with expected, fused_heads(), mock.patch.object(SFTTrainer, "_prepare_dataset") as reading:
+            make_trl_trainer("SFT", arguments, False, family="ernie")
+        assert not reading.called
+    assert SFTTrainer.__init__ is own
+
+
+def text_rows() -> Any:
+    from datasets import Dataset
+
+    return Dataset.from_list([{"text": "hello world"}] * 4)
+
+
 def test_calls_as_trl_makes_them() -> None:
     """With labels that are shifted already, without labels, and without the flag."""
     from liger_dist.integrations.trl import fused_heads
@@ -415,10 +450,12 @@ def classes_of(kind: str) -> tuple[Any, Any]:
     return getattr(module, f"{name}Config"), getattr(module, f"{name}Trainer")
 
 
-def make_trl_trainer(kind: str, arguments: dict[str, Any], adapted: bool, *, wraps: bool = False) -> Any:
+def make_trl_trainer(
+    kind: str, arguments: dict[str, Any], adapted: bool, *, wraps: bool = False, family: str = "qwen2"
+) -> Any:
     from datasets import Dataset
 
-    model = make_model("qwen2", dtype=torch.float32).cpu()
+    model = make_model(family, dtype=torch.float32).cpu()
     extra: dict[str, Any] = {"model": model, "processing_class": make_tokenizer()}
     if adapted:
         import peft
@@ -462,14 +499,13 @@ def make_trl_trainer(kind: str, arguments: dict[str, Any], adapted: bool, *, wra
         extra["model"] = type(model).from_pretrained(folders[0], attn_implementation="eager")  # type: ignore[attr-defined]
         extra["reward_funcs"] = rewards
         # They load it with device_map="auto", which puts one model on all GPUs that a process sees.
-        arguments |= {"model_init_kwargs": {"device_map": None}} if kind != "OnlineDPO" else {}
         if kind != "OnlineDPO":
+            arguments |= {"model_init_kwargs": {"device_map": None}}
             arguments |= {"num_generations": 2, "max_completion_length": 6, "temperature": 0.7, "beta": 0.1}
     if kind.startswith(("DPO", "KTO")):
         extra["ref_model"] = make_model("qwen2", dtype=torch.float32, seed=1).cpu()
-    for name in ("model", "ref_model") if wraps else ():
-        if name in extra:
-            extra[name] = liger_dist.wrap(extra[name], config=config_for(kind))
+    for name in {"model", "ref_model"} & extra.keys() if wraps else ():
+        extra[name] = liger_dist.wrap(extra[name], config=config_for(kind))
     arguments |= FURTHER.get(kind, {})
     data = Dataset.from_list(rows)
     settings, trainer = classes_of(kind)

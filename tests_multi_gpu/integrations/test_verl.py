@@ -180,6 +180,7 @@ def test_verl_temperatures_are_not_rounded_to_16_bits(checkpoints: Callable[[str
     [
         ("llama", {"use_fused_kernels": True}, {}, "model.use_fused_kernels is True"),
         ("qwen2_5_vl", {}, {"ulysses_sequence_parallel_size": 2}, "ulysses_sequence_parallel_size is 2 for a vision"),
+        ("ernie", {"attn_implementation": "eager"}, {}, "model.use_remove_padding packs documents into rows, which"),
     ],
 )
 def test_verl_settings_are_refused(

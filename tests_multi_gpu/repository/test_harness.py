@@ -75,7 +75,8 @@ def test_the_summary_names_repeated_calls_and_many_fail(number: int, status: int
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "conftest", "-p", "no:cacheprovider", "--numprocesses", "1"],
         cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, folders))},
+        # Not a worker of this run.
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, folders)), "PYTEST_XDIST_WORKER": ""},
         capture_output=True,
         text=True,
         timeout=200,
