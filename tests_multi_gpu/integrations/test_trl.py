@@ -504,7 +504,7 @@ def make_trl_trainer(
             arguments |= {"num_generations": 2, "max_completion_length": 6, "temperature": 0.7, "beta": 0.1}
     if kind.startswith(("DPO", "KTO")):
         extra["ref_model"] = make_model("qwen2", dtype=torch.float32, seed=1).cpu()
-    for name in {"model", "ref_model"} & extra.keys() if wraps else ():
+    for name in [name for name in ("model", "ref_model") if wraps and name in extra]:
         extra[name] = liger_dist.wrap(extra[name], config=config_for(kind))
     arguments |= FURTHER.get(kind, {})
     data = Dataset.from_list(rows)
