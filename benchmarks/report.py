@@ -26,7 +26,7 @@ from .plots import (
     plot_time,
     plot_vocabularies,
 )
-from .report_texts import ADAPTERS, EXPERTS, HYBRIDS, MTP
+from .report_texts import ADAPTERS, EXPERTS, HYBRIDS, MTP, PACKED
 
 DOCS = Path(__file__).parent.parent / "docs"
 HEAD = """# Benchmarks
@@ -355,6 +355,12 @@ def hybrids_section(problems: Problems) -> str:
     return timed_section(HYBRIDS, problems, {"GiB above the weights": ("GiB", ".1f")}, "way")
 
 
+def packed_section(problems: Problems) -> str:
+    """One table for each shape."""
+    columns = {"of padded rows": ("of padded rows", ".2f"), "GiB above the weights": ("GiB", ".1f")}
+    return timed_section(PACKED, problems, columns, "way")
+
+
 def adapters_section(problems: Problems) -> str:
     """One table for each number of GPUs."""
     columns = {
@@ -464,6 +470,7 @@ PARTS: tuple[Part, ...] = (
     ("small_models", {"small_models": plot_small}, small_section),
     ("sequences", {"sequences": plot_sequences}, sequences_section),
     ("hybrids", {"hybrids": plot_sequences}, hybrids_section),
+    ("packed_documents", {"packed_documents": plot_sequences}, packed_section),
     ("adapters", {"adapters": partial(plot_sequences, memory="peak GiB")}, adapters_section),
     ("experts", {"experts": partial(plot_sequences, memory="GiB")}, experts_section),
     ("mtp", {"mtp": partial(plot_sequences, memory="GiB")}, mtp_section),

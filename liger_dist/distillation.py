@@ -15,13 +15,14 @@ from torch.distributed.tensor import DTensor
 
 from liger_dist_kernels import Divergence, DivergenceOptions, LossOptions
 
-from .errors import LigerDistError
+from .errors import LigerDistError, LogitsNotComputedError
 from .fused_head.call import IGNORE_INDEX
-from .fused_head.distilled import intercepted
+from .fused_head.distilled import check_logits, intercepted
 from .fused_head.lm_head import FusedLMHead
 from .fused_head.model_loss import FusedLoss
 from .fused_head.outside_calls import aligned_labels, check_distilled, shared_mean
 from .fused_head.recipe import LogitTransform
+from .fused_layers.swap import is_of_framework
 from .losses.distillation import Distillation, Teacher
 from .losses.spec import CALL_KEYWORDS, KEYWORDS_OF_MODELS, SMALLEST_TEMPERATURE
 from .model.peft import without_fsdp1
@@ -122,12 +123,21 @@ def distillation_loss(
             else:
                 stack.enter_context(intercepted(without_fsdp1(teacher), running, _full_linear, transform))
             stack.enter_context(torch.no_grad())
-            if teacher_hidden is None:
-                teacher(**given)
-            else:
-                teacher(teacher_hidden)
+            output = teacher(**given) if teacher_hidden is None else teacher(teacher_hidden)
+    except LogitsNotComputedError as error:
+        raise LigerDistError(
+            f"the teacher {type(inner_model(teacher)).__name__} reads its logits, or a hook does, which "
+            f"distillation_loss does not compute ({str(error).split(':')[0]}); remove the hook, or distil from full "
+            "logits without distillation_loss."
+        ) from error
     finally:
         fsdp2_forward.reshard(teacher)
+    if teacher_hidden is not None:
+        check_logits(output, without_fsdp1(teacher), None)
+    elif running.has_run:
+        logits = getattr(output, "logits", None)
+        logits = output[0] if logits is None and isinstance(output, tuple) else logits
+        check_logits(logits, inner_model(teacher), _loss_of(teacher, "teacher").recipe)
     return running.result(teacher)
 
 
@@ -168,6 +178,11 @@ class _StudentCall:
                 )
         return cast(DistillationOutput, self._output)
 
+    @property
+    def has_run(self) -> bool:
+        """True once the student has been called."""
+        return self._output is not None
+
     def _has_another_loss(self) -> bool:
         return getattr(self._output, "divergence", None) is None
 
@@ -197,6 +212,11 @@ def _intercepted(
     if in_use.adapter is None:
         raise LigerDistError(f"the loss of the teacher {type(model).__name__} is not fused here: {in_use.unfusable}.")
     assert loss.recipe is not None
+    if "forward" in vars(in_use.head) and not is_of_framework(vars(in_use.head)["forward"]):
+        raise LigerDistError(
+            f"the forward of lm_head of the teacher {type(model).__name__} has been patched; restore it, or distil "
+            "from full logits without distillation_loss."
+        )
     transform = loss.recipe.transform
     bias = None if transform.bias is None else model.get_buffer(transform.bias)
     with intercepted(in_use.head, then, in_use.adapter.full_head, transform, bias):

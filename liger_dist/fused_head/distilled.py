@@ -14,7 +14,10 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from liger_dist.errors import LigerDistError
+from liger_dist.fused_layers.swap import is_of_framework
 from liger_dist.losses.distillation import Teacher
 from liger_dist.model.peft import base_head, effective_head, has_lora
 from liger_dist.model.torch_modes import untraced
@@ -22,7 +25,8 @@ from liger_dist.sharding.base import FullHead, Head
 from liger_dist.sharding.tensor_parallel import placed_like
 
 from .lm_head import computes_in_fp32
-from .recipe import LogitTransform
+from .logits import FusedLogits, TensorOperand, with_operands
+from .recipe import SELECTIONS, LogitTransform, LossRecipe, listed
 
 
 @contextmanager
@@ -34,7 +38,7 @@ def intercepted(
     bias: Tensor | None = None,
 ) -> Iterator[None]:
     """Within, a call of ``head`` calls ``then`` with the unsharded lm_head instead of computing logits, and returns
-    zero-width logits.
+    zero-width logits, which record what follows (:class:`.logits.FusedLogits`).
 
     Args:
         full_head: of the sharding adapter.
@@ -43,9 +47,16 @@ def intercepted(
     """
     before = vars(head).get("forward")
     own = head.forward
+    vocab_size = 0
+
+    def carry(_: nn.Module, args: Any, output: Any) -> Any:
+        # Tensor parallelism converts a DTensor to a tensor.
+        is_plain = type(output) is Tensor and output.shape[-1] == 0
+        return FusedLogits.carrying(output, None, vocab_size=vocab_size) if is_plain else None
 
     @untraced
     def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        nonlocal vocab_size
         used = effective_head(head, own, hidden_states) if has_lora(head) else cast(nn.Linear, base_head(head))
         full = full_head(hidden_states, cast(Head, used))
         hidden, weight, offset = full
@@ -53,14 +64,56 @@ def intercepted(
             hidden, weight = hidden.float(), weight.float()
         if bias is not None:
             offset = bias.reshape(-1) if offset is None else offset + bias.reshape(-1)
+        vocab_size = len(weight)
         then(Teacher(hidden=hidden, weight=weight, bias=offset, softcap=transform.softcap, logit_scale=transform.scale))
-        return placed_like(hidden_states, hidden.new_empty((*hidden.shape[:-1], 0)))
+        empty = hidden.new_empty((*hidden.shape[:-1], 0))
+        if not isinstance(hidden_states, DTensor):
+            return FusedLogits.carrying(empty, None, vocab_size=vocab_size)
+        if any(not is_of_framework(hook) for hook in head._forward_hooks.values()):
+            raise LigerDistError(
+                "the teacher's lm_head has a forward hook, which may change its logits, on a tensor-parallel mesh; "
+                "remove it."
+            )
+        return placed_like(hidden_states, empty)
 
     head.forward = forward
+    hook = head.register_forward_hook(carry)
     try:
         yield
     finally:
+        hook.remove()
         if before is None:
             del head.forward
         else:
             head.forward = before
+
+
+def check_logits(logits: Any, model: nn.Module, recipe: LossRecipe | None) -> None:
+    """Refuses a teacher whose code did something else to the logits of its lm_head than what the divergence has
+    computed with.
+
+    Args:
+        logits: of the teacher's call.
+        model: the teacher, or its lm_head alone.
+        recipe: what its code did when it was wrapped; None for nothing.
+
+    Raises:
+        LigerDistError: the logits are others.
+    """
+    name = type(model).__name__
+    if not isinstance(logits, FusedLogits):
+        raise LigerDistError(
+            f"the logits of the teacher {name} are not those of its lm_head alone, so that a divergence computed in "
+            "its lm_head would be another one; distil from its full logits without distillation_loss."
+        )
+    expected = () if recipe is None else recipe.changes
+    if recipe is not None and recipe.transform.bias is not None:
+        buffer = TensorOperand(model.get_buffer(recipe.transform.bias))
+        expected = with_operands(expected, lambda probed: buffer)
+    seen, known = (tuple(one for one in changes if one[0] not in SELECTIONS) for changes in (logits.changes, expected))
+    if seen != known:
+        before = "expected nothing" if recipe is None else f"but {listed(known)} when it was wrapped"
+        raise LigerDistError(
+            f"the teacher {name} did {listed(seen)} to its logits, {before}, which is what the divergence was computed "
+            "with. Unwrap it and wrap it again after such a change, and remove hooks that change logits."
+        )

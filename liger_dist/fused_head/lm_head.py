@@ -105,11 +105,15 @@ def fuse_head(head: nn.Module, wrap_id: WrapId) -> None:
     vars(head)[_WRAP_ID] = wrap_id
 
 
-def _hook_objection(head: nn.Module, base: nn.Module) -> str | None:
-    """Says which hook needs logits or hidden states of each token, as a clause; None if none does."""
+def _hook_objection(head: nn.Module, base: nn.Module, around: tuple[nn.Module, ...]) -> str | None:
+    """Says which hook needs logits or hidden states of each token, as a clause; None if none does.
+
+    Args:
+        around: modules around ``head`` at its name, whose outputs are its logits.
+    """
     everywhere = nn.modules.module
     hooks = [*everywhere._global_backward_pre_hooks.values(), *everywhere._global_backward_hooks.values()]
-    for module in dict.fromkeys((head, base)):
+    for module in dict.fromkeys((*around, head, base)):
         hooks += (*module._backward_pre_hooks.values(), *module._backward_hooks.values())
     if hooks and not all(map(is_of_framework, hooks)):
         return "its lm_head has a backward hook, which reads the gradient of the logits; the loss is the model's own"
@@ -119,6 +123,13 @@ def _hook_objection(head: nn.Module, base: nn.Module) -> str | None:
             "is the model's own"
         )
     return None
+
+
+def _around(outer: nn.Module, head: nn.Module) -> tuple[nn.Module, ...]:
+    """Returns the modules of ``outer`` that contain ``head``."""
+    if outer is head:
+        return ()
+    return tuple(module for module in outer.modules() if module is not head and head in module.modules())
 
 
 def computes_in_fp32(head: nn.Module) -> bool:
@@ -209,7 +220,7 @@ class LMHead:
             self._found = self._find(model, outer)
             self._key = key
         assert self._found is not None
-        objection = _hook_objection(self._found.head, self._found.base)
+        objection = _hook_objection(self._found.head, self._found.base, _around(outer, self._found.head))
         return self._found if objection is None else replace(self._found, unfusable=objection)
 
     def _find(self, model: nn.Module, outer: nn.Module) -> HeadInUse:

@@ -33,7 +33,7 @@ from liger_dist.sharding.tensor_parallel import placed_like
 from .call import IGNORE_INDEX, TOKEN_ACCURACY, WrapId
 from .label_checks import CHANGED_LABELS, OTHER_TOKENS, check_further, check_options
 from .logits import FusedLogits, TensorOperand, with_operands
-from .recipe import LossRecipe, selects_by_tensor
+from .recipe import LossRecipe, listed, selects_by_tensor
 
 Compute = Callable[[Tensor, Head, Tensor], LossOutput]
 """hidden states ``[..., D]``, lm_head or its effective weight, aligned labels ``[...]``"""
@@ -391,7 +391,7 @@ class PendingLoss:
             seen = recipe.changes
             if changes != seen and not recipe.allows(changes):
                 raise LigerDistError(
-                    f"{name} did {_listed(changes)} to its logits, but {_listed(seen)} when "
+                    f"{name} did {listed(changes)} to its logits, but {listed(seen)} when "
                     "it was wrapped, which is what its loss was computed with. Unwrap it and wrap it again after such "
                     "a change, or use WrapConfig(fused_loss=False)."
                 )
@@ -481,10 +481,6 @@ def _computed(hidden_states: Tensor, head: Head, labels: Tensor) -> LossOutput:
 def detached(output: LossOutput) -> LossOutput:
     values: dict[str, Any] = {name: value for name, value in vars(output).items() if isinstance(value, Tensor)}
     return replace(output, **{name: value.detach() for name, value in values.items()})
-
-
-def _listed(changes: tuple[tuple[Any, ...], ...]) -> str:
-    return ", ".join(" ".join(map(str, change)) for change in changes) or "nothing"
 
 
 def _is_same_view(a: Tensor, b: Tensor) -> bool:

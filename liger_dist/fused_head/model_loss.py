@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from liger_dist.config import LOGITS, LogitsDtype, WrapConfig
 from liger_dist.errors import LigerDistError
-from liger_dist.fused_layers.packed_calls import ARGUMENTS, PackedCall, PackedCalls
+from liger_dist.fused_layers.packed_calls import ARGUMENTS, CACHES, PackedCall, PackedCalls
 from liger_dist.losses.distillation import Distillation
 from liger_dist.losses.execution import Execution
 from liger_dist.losses.labels import AlignedLabels, LabelSummary
@@ -249,7 +249,9 @@ class FusedLoss:
         mode = self._mode()
         if isinstance(mode, Distillation):
             call = call.distilled(mode)
-        if "use_cache" in self.signature.names[len(call.args) :] and call.kwargs.get("use_cache") is None:
+        takes_cache = any(name in call.kwargs for name in CACHES)
+        may_choose = "use_cache" in self.signature.names[len(call.args) :] and call.kwargs.get("use_cache") is None
+        if may_choose and not takes_cache:
             # A loss never reads a cache, and some attention masks depend on one: fused or not, the loss is the same.
             call.kwargs["use_cache"] = False
         wants_logits = self._wants_logits(model, call, mode)

@@ -117,6 +117,11 @@ def selects_by_tensor(changes: tuple[tuple[Any, ...], ...]) -> bool:
     return len(_at_places(changes)) < len(changes)
 
 
+def listed(changes: tuple[tuple[Any, ...], ...]) -> str:
+    """Lists changes for a sentence."""
+    return ", ".join(" ".join(map(str, change)) for change in changes) or "nothing"
+
+
 def _at_places(changes: tuple[tuple[Any, ...], ...]) -> list[tuple[Any, ...]]:
     return [change for change in changes if not (change[0] in SELECTIONS and "tensor" in change)]
 

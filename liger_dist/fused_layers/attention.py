@@ -29,6 +29,7 @@ from functools import partial
 from inspect import signature
 from itertools import accumulate, pairwise
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.nn.functional as F
@@ -52,6 +53,7 @@ from .document_mask import (
     sdpa_function,
 )
 from .sink_attention import sink_attention
+from .swap import is_of_framework
 from .token_dependency import BY_LENGTHS, CannotRunError
 
 NAME = "liger_dist"
@@ -99,6 +101,10 @@ def _tried_lengths(
     return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2), None
 
 
+_WAS_EAGER: dict[int, ref[Any]] = {}
+"""configs by their id in which "liger_dist" has replaced "eager"; they cannot be hashed"""
+
+
 def attention(
     module: nn.Module,
     query: Tensor,
@@ -143,7 +149,11 @@ def attention(
         documents = _whole_rows(query) if documents is None else documents
         if documents.is_causal:
             return _of_documents(query, key, value, documents, scaling, dropout, sinks=kwargs[SINKS]), None
-    if kwargs.get("output_attentions") or any(kwargs.get(name) is not None for name in EAGER_KEYWORDS):
+    if (
+        kwargs.get("output_attentions")
+        or _gives_weights(module)
+        or any(kwargs.get(name) is not None for name in EAGER_KEYWORDS)
+    ):
         mask = _dense(module, mask if documents is None else documents.dense(), query, key)
         return _eager_of(module)(module, query, key, value, mask, scaling=scaling, dropout=dropout, **kwargs)
     if documents is None or documents.is_plain or kwargs.get("position_bias") is not None:
@@ -151,6 +161,25 @@ def attention(
             mask = documents.dense()
         return sdpa_function()(module, query, key, value, mask, scaling=scaling, dropout=dropout, **kwargs)
     return _of_documents(query, key, value, documents, scaling, dropout), None
+
+
+def note_eager(config: Any) -> None:
+    """Takes note that "liger_dist" has replaced "eager" in a config, whose attention gives its weights to hooks."""
+    _WAS_EAGER[id(config)] = ref(config, lambda _, key=id(config): _WAS_EAGER.pop(key, None))
+
+
+def _gives_weights(module: nn.Module) -> bool:
+    """True if a forward hook of a user may read the weights of attention that was eager."""
+    if not module._forward_hooks:
+        return False
+    noted = _WAS_EAGER.get(id(getattr(module, "config", None)))
+    if noted is None or noted() is not module.config:
+        return False
+    return any(not is_of_framework(hook) and not _is_of_transformers(hook) for hook in module._forward_hooks.values())
+
+
+def _is_of_transformers(hook: Any) -> bool:
+    return (getattr(hook, "__module__", None) or "").startswith("transformers.")
 
 
 def _has_only_sinks(query: Tensor, key: Tensor, value: Tensor, dropout: float, kwargs: dict[str, Any]) -> bool:

@@ -14,7 +14,7 @@ from torch import nn
 from liger_dist.model.structure import Structure
 from liger_dist.sharding.accelerate import size_in_accelerate
 
-from .attention import MASKED, NAME, register_attention
+from .attention import MASKED, NAME, note_eager, register_attention
 from .document_mask import is_replaced
 from .token_dependency import passes_masks_on
 
@@ -42,6 +42,14 @@ class AttentionSelection:
         vars(self).update(state)
         if self.selected is not None:
             register_attention()  # The model may have been loaded into another program.
+            self._note()
+
+    def __post_init__(self) -> None:
+        self._note()
+
+    def _note(self) -> None:
+        if self.selected == NAME and self.own == "eager":
+            note_eager(self.config)
 
     def __str__(self) -> str:
         if self.selected is None:

@@ -26,6 +26,7 @@ from liger_dist.errors import refuse_second_order
 from liger_dist.model.peft import has_lora, only_plain_adapter
 from liger_dist.model.quantized import dequantized, is_four_bit_linear, quant_state
 from liger_dist.model.stand_ins import swapped
+from liger_dist.model.torch_modes import in_checkpoint
 from liger_dist.sharding.deepspeed import is_stored_by_zero3
 from liger_dist_kernels import Backend
 
@@ -276,6 +277,10 @@ def _compute(module: Any, match: LowRankMatch, x: Any = None, *args: Any, **kwar
     b = modules["lora_B"]._modules[name]
     if not _may_add(y, low, b.weight):
         return (y + b(low) * module.scaling[name]).to(y.dtype)
+    if in_checkpoint():
+        # Selective checkpoints keep the product of the base layer for the recomputation, as it is then.
+        flat = torch.addmm(y.flatten(0, -2), low.flatten(0, -2), b.weight.T, alpha=module.scaling[name])
+        return flat.view(y.shape)
     return _added(y, low, b.weight, module.scaling[name])
 
 

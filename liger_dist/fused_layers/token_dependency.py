@@ -177,7 +177,8 @@ class _Trial:
     def counts_on(self) -> bool:
         """True if the second documents give other results alone than packed."""
         packed = self.results(DOCUMENTS, is_packed=True)
-        alone = self.results(DOCUMENTS[1:], is_packed=True)
+        # Without positions: some models do not count from 0.
+        alone = self.results(DOCUMENTS[1:], is_packed=False)
         second = slice(DOCUMENTS[0], None)
         return not all(_agree([torch.stack([x[:, second], y])]) for x, y in zip(packed, alone, strict=True))
 
@@ -205,7 +206,7 @@ class _Trial:
         given: dict[str, Any] = {}
         documents = None
         if lengths is not None:
-            positions = torch.cat([torch.arange(length) for length in lengths]).expand(len(ids), -1)
+            positions = torch.cat([torch.arange(length) for length in lengths]).repeat(len(ids), 1)
             documents = read_documents({"input_ids": ids, POSITIONS: positions})
             rows = rows_of(documents) if documents is not None and documents.is_packed else None
             _compute_in_rows(self.model, self.in_rows, rows)

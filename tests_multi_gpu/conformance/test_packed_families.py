@@ -229,7 +229,7 @@ def check_evaluation(model: Any, truth: Any, tolerance: float) -> None:
 def check_several_rows(model: Any, truth: Any, tolerance: float) -> None:
     """The same row twice, by each argument; 3 and 4 rows are in
     :func:`test_rows_that_are_as_many_as_kinds_of_positions`."""
-    batch = {"input_ids": IDS.expand(2, -1), "labels": LABELS.expand(2, -1)}
+    batch = {"input_ids": IDS.repeat(2, 1), "labels": LABELS.repeat(2, 1)}
     for way, given in ways_of_rows(2).items():
         check(model, batch | given, truth, tolerance, f"two rows, {way}")
 
@@ -289,7 +289,7 @@ def test_rows_that_are_as_many_as_kinds_of_positions(rows: int, name: str) -> No
     model = made(family, "eager")
     truth = alone(model, {"input_ids": IDS, "labels": LABELS} | BY_POSITIONS)
     liger_dist.wrap(model, "none")
-    batch = {"input_ids": IDS.expand(rows, -1), "labels": LABELS.expand(rows, -1)}
+    batch = {"input_ids": IDS.repeat(rows, 1), "labels": LABELS.repeat(rows, 1)}
     for way, given in ways_of_rows(rows).items():
         check(model, batch | given, truth, tolerance_of(family, model), way)
 

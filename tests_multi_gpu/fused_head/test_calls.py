@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+import warnings
 from typing import Any
 
 import on_device
@@ -325,3 +326,44 @@ def test_evaluation_with_right_padding_builds_no_cache() -> None:
         ]
     total, count = sum(loss for loss, _ in alone), sum(number for _, number in alone)
     assert relative_error(output.loss, torch.as_tensor(total / count)) < 1e-6
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_5_text", "gpt_oss"])
+def test_a_text_in_parts_has_the_cache_of_the_parts_before(family: str) -> None:
+    """Losses of long texts, and backpropagation through time."""
+    losses = []
+    for is_wrapped in (True, False):
+        model: Any = make_model(family)
+        model = liger_dist.wrap(model, "none") if is_wrapped else model
+        past, found = None, []
+        for part in make_batch(0)["input_ids"].split(4, 1):
+            output = model(input_ids=part, labels=part, past_key_values=past)
+            past = output.past_key_values
+            found.append(output.loss)
+        if family != "qwen3_5_text":  # Its own cache is written to in place.
+            sum(found).backward()
+        losses.append([float(loss.detach()) for loss in found])
+        losses.append([0.0 if p.grad is None else float(p.grad.norm()) for p in model.parameters()])
+    assert losses[0] == pytest.approx(losses[2], rel=1e-5)
+    assert losses[1] == pytest.approx(losses[3], rel=1e-4, abs=1e-7)
+
+
+@pytest.mark.parametrize("kind", ["reads", "halves"])
+def test_backward_hooks_of_the_module_that_peft_puts_around_lm_head(kind: str) -> None:
+    peft = pytest.importorskip("peft")
+    seen: list[list[Tensor]] = []
+    for is_wrapped in (True, False):
+        options = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
+        model = peft.get_peft_model(make_model("llama"), options)
+        model = liger_dist.wrap(model, "none") if is_wrapped else model
+        found: list[Tensor] = []
+        head = model.get_base_model().lm_head
+        if kind == "reads":
+            head.register_full_backward_hook(lambda module, into, out, found=found: found.append(out[0].norm()))
+        else:
+            head.register_full_backward_pre_hook(lambda module, out: (out[0] * 0.5,))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model(**make_batch(0)).loss.backward()
+        seen.append([*found, head.modules_to_save["default"].weight.grad.norm()])
+    torch.testing.assert_close(*seen)

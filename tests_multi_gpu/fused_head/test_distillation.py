@@ -593,3 +593,69 @@ def test_the_models_own_label_smoothing_is_not_in_the_hard_loss() -> None:
     expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
     assert relative_error(output.loss, expected) < 1e-5
     assert relative_error(student(**batch).loss, expected) > 1e-3
+
+
+def scaled_output(model: Any) -> None:
+    own = model.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        output = own(*args, **kwargs)
+        output.logits = output.logits * 0.3
+        return output
+
+    model.forward = forward
+
+
+def scaled_by_a_hook(head: nn.Module) -> None:
+    head.register_forward_hook(lambda module, args, output: output * 0.3)
+
+
+def masked_by_a_hook(head: nn.Module) -> None:
+    head.register_forward_hook(
+        lambda module, args, output: torch.cat([output[..., :33], torch.full_like(output[..., 33:], -30.0)], -1)
+    )
+
+
+def patched_head(head: Any) -> None:
+    own = head.forward
+    head.forward = lambda hidden_states: own(hidden_states) * 0.3
+
+
+TEACHERS: dict[str, tuple[str, Any, str]] = {
+    "softcap": ("gemma2", lambda model: setattr(model.config, "final_logit_softcapping", 2.0), "did div 2"),
+    "no softcap": ("gemma2", lambda model: setattr(model.config, "final_logit_softcapping", None), "did nothing to"),
+    "a hook scales": ("llama", lambda model: scaled_by_a_hook(model.lm_head), "did mul 0.3 to its logits, but nothing"),
+    "a hook masks": ("llama", lambda model: masked_by_a_hook(model.lm_head), "reads its logits, or a hook does"),
+    "patched head": ("llama", lambda model: patched_head(model.lm_head), "lm_head of the teacher .* has been patched"),
+    "patched model": ("llama", scaled_output, "did mul 0.3 to its logits"),
+    "a hook of a saved copy": ("saved", lambda model: scaled_by_a_hook(model.lm_head), "did mul 0.3 to its logits"),
+    "a hook of LoRA": ("lora", lambda model: scaled_by_a_hook(model.lm_head), "did mul 0.3 to its logits"),
+}
+
+
+@pytest.mark.parametrize("name", TEACHERS)
+def test_logits_of_a_teacher_that_are_others_since_wrap_are_refused(name: str) -> None:
+    family, change, sentence = TEACHERS[name]
+    adapters = {"saved": {"modules_to_save": ["lm_head"]}, "lora": {"target_modules": ["q_proj", "lm_head"]}}
+    student, teacher = make_model("llama"), make_model("llama" if family in adapters else family, seed=2).eval()
+    base: Any = teacher
+    if family in adapters:
+        import peft
+
+        settings: dict[str, Any] = {"r": 2, "task_type": "CAUSAL_LM", "target_modules": ["q_proj"]}
+        teacher = peft.get_peft_model(teacher, peft.LoraConfig(**(settings | adapters[family]))).eval()
+    liger_dist.wrap(student, "none")
+    liger_dist.wrap(teacher, "none")
+    liger_dist.distillation_loss(student, teacher, **make_batch(0))
+    change(base)
+    with pytest.raises(liger_dist.LigerDistError, match=sentence):
+        liger_dist.distillation_loss(student, teacher, **make_batch(0))
+
+
+def test_a_hook_of_the_lm_head_of_saved_hidden_states_is_refused() -> None:
+    student, head = liger_dist.wrap(make_model("llama"), "none"), nn.Linear(16, 101, bias=False)
+    head = head.to(next(student.parameters()))
+    scaled_by_a_hook(head)
+    hidden = on_device.randn(3, 12, 16, dtype=torch.float64)
+    with pytest.raises(liger_dist.LigerDistError, match="did mul 0.3 to its logits, expected nothing"):
+        liger_dist.distillation_loss(student, head, teacher_hidden=hidden, **make_batch(0))

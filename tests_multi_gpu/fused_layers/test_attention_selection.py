@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -79,3 +80,28 @@ def test_attention_of_copied_layers(make: Callable[[str], Any], attention: str, 
 @pytest.mark.smoke
 def test_attention_is_selected_in_stock_models() -> None:
     assert "liger_dist" in liger_dist.explain(liger_dist.wrap(make_model("llama"), "none")).attention
+
+
+@pytest.mark.parametrize("rows", ["texts", "packed"])
+@pytest.mark.parametrize("change", ["nothing", "copied", "pickled"])
+def test_hooks_of_eager_attention_read_its_weights(change: str, rows: str) -> None:
+    """As penalties on the entropy of attention do."""
+    found = []
+    for is_wrapped in (True, False):
+        model = build("eager")
+        model = liger_dist.wrap(model, "none") if is_wrapped else model
+        if change != "nothing":
+            model = copy.deepcopy(model) if change == "copied" else pickle.loads(pickle.dumps(model))
+        weights: list[Any] = []
+        for layer in model.model.layers:
+            layer.self_attn.register_forward_hook(lambda module, args, output, to=weights: to.append(output[1]))
+        loss = model(**make_batch(0, rows=rows), use_cache=False).loss
+        (loss + 0.1 * sum((one.clamp_min(1e-9).log() * one).sum() for one in weights)).backward()
+        found.append([float(loss.detach()), *(float(p.grad.norm()) for p in model.parameters())])
+    assert found[0] == pytest.approx(found[1], rel=1e-4)
+
+
+def build(attention: str) -> Any:
+    model: Any = make_model("llama")
+    model.set_attn_implementation(attention)
+    return model

@@ -4,6 +4,7 @@ without the change, or an error says that it cannot be."""
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -197,3 +198,39 @@ def test_a_hook_of_a_projection_that_writes_to_its_input_reaches_the_next_ones()
 
     own, wrapped = adapted().eval(), liger_dist.wrap(adapted().eval(), "none")
     assert torch.allclose(loss(wrapped), loss(own), rtol=1e-5)
+
+
+def base_trains(model: Any) -> None:
+    for name, parameter in model.named_parameters():
+        if "base_layer" in name:
+            parameter.requires_grad_(True)
+
+
+def capturing_hooks(model: Any) -> None:
+    for module in model.modules():
+        if hasattr(module, "lora_A"):
+            module.lora_A["default"].register_forward_hook(lambda *_: None)
+
+
+@pytest.mark.parametrize("change", [base_trains, capturing_hooks, lambda model: None], ids=["base", "hooks", "plain"])
+def test_products_that_a_selective_checkpoint_keeps_are_not_written_to(change: Any) -> None:
+    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+    products = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        return CheckpointPolicy.MUST_SAVE if op in products else CheckpointPolicy.PREFER_RECOMPUTE
+
+    context = functools.partial(create_selective_checkpoint_contexts, policy)
+    gradients = []
+    for is_wrapped in (False, True):
+        model = adapted().train()
+        change(model)
+        model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": context})
+        model.enable_input_require_grads()
+        model = liger_dist.wrap(model, "none") if is_wrapped else model.double()
+        model(**make_batch(0)).loss.backward()
+        gradients.append({n: p.grad.double() for n, p in model.named_parameters() if p.grad is not None})
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, true in gradients[0].items():
+        assert (gradients[1][name] - true).norm() <= 1e-4 * true.norm() + 1e-7, name
