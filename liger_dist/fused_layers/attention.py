@@ -165,7 +165,8 @@ def attention(
 
 def note_eager(config: Any) -> None:
     """Takes note that "liger_dist" has replaced "eager" in a config, whose attention gives its weights to hooks."""
-    _WAS_EAGER[id(config)] = ref(config, lambda _, key=id(config): _WAS_EAGER.pop(key, None))
+    key = id(config)
+    _WAS_EAGER[key] = ref(config, lambda _: _WAS_EAGER.pop(key, None))
 
 
 def _gives_weights(module: nn.Module) -> bool:

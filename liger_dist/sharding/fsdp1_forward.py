@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState
-from torch.distributed.fsdp._runtime_utils import _lazy_init, _reshard
+from torch.distributed.fsdp._runtime_utils import _lazy_init, _post_backward_hook, _reshard
 
 Units = list[Any]
 """FSDP1's modules in a root, which are listed once: no unit is added to it later"""
@@ -69,6 +69,47 @@ def _hooks_of(handle: Any) -> tuple[Any, ...]:
     return hooks
 
 
+class EarlierGraphs:
+    """Graphs of forwards that await a backward, or will have none.
+
+    FSDP1 reduces a unit's gradient in a hook of autograd's node that accumulates it, which it sets in the first of
+    several forwards. Under mixed precision resharding changes the dtype of the flat parameter, and with it that node:
+    the gradient of a later forward alone would have no hook. It gets one here, which does nothing in a backward that
+    goes through an earlier forward as well: that one accumulates last.
+    """
+
+    def __init__(self) -> None:
+        self._nodes: dict[int, list[Any]] = {}
+        """by the id of a flat parameter: the nodes of earlier forwards"""
+
+    def begin_forward(self, units: Units) -> None:
+        """Forgets graphs of units whose backward has come."""
+        handles = [unit._handle for unit in units if unit._handle is not None]
+        awaiting = {id(handle.flat_param) for handle in handles if _hooks_of(handle)}
+        self._nodes = {key: nodes for key, nodes in self._nodes.items() if key in awaiting}
+
+    def hook(self, unit: Any) -> None:
+        """Hooks the node of the forward that begins now, if it is another one than FSDP1 has hooked."""
+        handle = unit._handle
+        state = () if handle is None else _hooks_of(handle)
+        if len(state) != 2 or not torch.is_grad_enabled() or not handle.flat_param.requires_grad:
+            return
+        flat = handle.flat_param
+        function: Any = flat.expand_as(flat).grad_fn
+        node = function.next_functions[0][0]
+        if node is state[0]:
+            return
+        earlier = self._nodes.setdefault(id(flat), [])
+        earlier.append(state[0])
+        before = tuple(earlier)
+
+        def reduce(*gradients: Any) -> None:
+            if not any(map(torch._C._will_engine_execute_node, before)):
+                _post_backward_hook(unit, handle, *gradients)
+
+        flat._post_backward_hook_state = (node, node.register_hook(reduce))
+
+
 def end_without_backward(units: Units, before: BeforeForward | None) -> None:
     """Ends a forward whose output has no gradient: reshards, restores what FSDP1 has forgotten, and removes the hooks
     that would reshard frozen units in a backward, which FSDP1 would take for those of the next forward, in which the
@@ -78,7 +119,7 @@ def end_without_backward(units: Units, before: BeforeForward | None) -> None:
             continue
         flat = unit._handle.flat_param
         state = _hooks_of(unit._handle)
-        # Of trained units there is an AccumulateGrad node as well, whose hook serves any backward.
+        # Of trained units there is an AccumulateGrad node as well: EarlierGraphs.
         if len(state) == 1 and not (before is not None and id(state[0]) in before.hooks):
             state[0].remove()
             del flat._post_backward_hook_state

@@ -33,6 +33,26 @@ def is_running(root: nn.Module) -> bool:
     return is_in_forward(root) or root._get_fsdp_state()._state_ctx.post_backward_final_callback_queued
 
 
+def has_part(root: object) -> bool:
+    """True after a forward of a part of ``root`` in which only some modules of a group ran."""
+    assert isinstance(root, FSDPModule)
+    context = root._get_fsdp_state()._state_ctx
+    return context.iter_forward_root is not None and any(s._modules_to_run_forward for s in context.all_states)
+
+
+def _drop_prefetched(root: object) -> None:
+    """Ends all-gathers that were begun ahead, of weights that may have changed since."""
+    for group in all_groups(root):
+        pending = group._all_gather_result
+        if pending is None:
+            continue
+        group._all_gather_result = None
+        if pending.all_gather_event is not None:
+            group.device_handle.current_stream().wait_event(pending.all_gather_event)
+        if hasattr(pending.all_gather_work, "wait"):
+            pending.all_gather_work.wait()
+
+
 def finish_forward(root: object) -> None:
     """Ends a forward of a part of ``root`` for groups of several modules of which only some ran, such as a final norm
     without lm_head: FSDP2 would treat the next forward of ``root`` as a part of it, and not wait for the optimizer."""
@@ -58,6 +78,7 @@ def abandon_forward(model: nn.Module) -> None:
     for state in root._get_fsdp_state()._state_ctx.all_states:
         for unsharded in (state, *groups_of(state)):
             unsharded._training_state = type(unsharded._training_state).IDLE
+    _drop_prefetched(root)
     reshard(root)
 
 
@@ -128,6 +149,7 @@ def reshard_all(root: nn.Module, *, frees: bool = True) -> None:
         frees: False to keep the memory of the full parameters, which a graph may have saved.
     """
     finish_forward(root)
+    _drop_prefetched(root)
     for group in unsharded(root):
         with ExitStack() as stack:
             for record in () if frees else group.fsdp_params:
@@ -182,7 +204,7 @@ def full_parameters(root: nn.Module) -> frozenset[int]:
     return frozenset(id(vars(record).get("_unsharded_param")) for record in records) - {id(None)}
 
 
-def all_groups(root: nn.Module) -> Iterator[Any]:
+def all_groups(root: object) -> Iterator[Any]:
     """Yields the groups of ``root`` and of all modules that its forward runs; none before its first forward."""
     assert isinstance(root, FSDPModule)
     for state in root._get_fsdp_state()._state_ctx.all_states:

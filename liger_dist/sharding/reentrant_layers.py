@@ -73,6 +73,35 @@ class ReentrantLayers:
         return SEVERAL_INPUTS if most > self._num_alike else ONCE
 
 
+def layers_in_shared_units(root: nn.Module) -> list[nn.Module]:
+    """Returns layers that transformers can checkpoint and that share a unit of FSDP1, as those do whose frozen
+    parameters are replicated and whose adapters are in the unit of the root."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    own = {without_fsdp1(unit) for unit in root.modules() if isinstance(unit, FullyShardedDataParallel)}
+    return [m for m in root.modules() if isinstance(m, GradientCheckpointingLayer) and m not in own]
+
+
+def check_shared_units(layers: Sequence[nn.Module]) -> None:
+    """Refuses reentrant checkpoints of several layers in one unit.
+
+    Args:
+        layers: :func:`layers_in_shared_units`.
+
+    Raises:
+        LigerDistError: on every rank alike.
+    """
+    if not torch.is_grad_enabled():
+        return
+    number = sum(is_reentrant(layer) and any(p.requires_grad for p in layer.parameters()) for layer in layers)
+    if number > 1:
+        raise LigerDistError(
+            f"activation checkpointing has use_reentrant=True and {number} layers share a unit of FSDP1 (that of the "
+            "adapters, with frozen='replicate'), whose parameters it frees after the backward of the first layer. Pass "
+            "gradient_checkpointing_kwargs={\"use_reentrant\": False}, or use strategy='fsdp2'."
+        )
+
+
 def check_repetitions(ranks: Sequence[int], repetitions: Sequence[int]) -> None:
     """Refuses a call that runs layers more than once before a backward.
 

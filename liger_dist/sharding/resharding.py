@@ -37,11 +37,13 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from liger_dist.errors import LigerDistError
+from liger_dist.model.peft import has_lora
 from liger_dist.model.stand_ins import swapped
 from liger_dist.model.torch_modes import untraced
 
 from . import fsdp1_forward, fsdp2_forward
-from .optimizer_steps import call_before_steps, call_no_longer
+from .optimizer_steps import BeforeStep, call_before_steps, call_no_longer
+from .reentrant_layers import check_shared_units, layers_in_shared_units
 from .vocab_parallel import row_shards_of
 
 _GENERATING: ContextVar[frozenset[int]] = ContextVar("liger_dist_generating", default=frozenset())
@@ -54,7 +56,7 @@ _INSTALLED, _ROOT = "_liger_dist_resharding", "_liger_dist_root"
 """attributes of a model: what undoes :func:`install`, and its root"""
 
 
-class _Root:
+class _Root(BeforeStep):
     """The root of FSDP1 or FSDP2 around a wrapped model."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -69,6 +71,11 @@ class _Root:
         self._trained: dict[int, bool] = {}
         """of FSDP2's full parameters that stay for a backward, by the id of their record: whether they required a
         gradient in their forward"""
+        self._shared = layers_in_shared_units(module) if self._fsdp is fsdp1_forward else []
+        self._earlier = fsdp1_forward.EarlierGraphs()
+        """FSDP1's forwards whose backward has not come"""
+        self._graph: ref[_Graph] | None = None
+        """of the last forward outside of the root, alive as long as its graph"""
         self._before: fsdp1_forward.BeforeForward | None = None
         """state from before this forward"""
         self._row_shards = {id(rows): rows for m in module.modules() if (rows := row_shards_of(m)) is not None}
@@ -84,27 +91,51 @@ class _Root:
             self.end_failed_backward()
         if self._fsdp.is_running(self._sharded):
             return
+        check_shared_units(self._shared)
         self._is_entered = True
         if torch.is_inference_mode_enabled():
             self._fsdp.begin_outside_inference_mode(self._sharded)
         if id(self.module) not in _GENERATING.get():
             self._note_unreduced()
             self._keep_changed_flags()
-            self._reshard_all()
+            if not self._awaits_part():
+                self._reshard_all()
         if self._fsdp is fsdp1_forward:
             self._before = fsdp1_forward.BeforeForward(self._sharded)
+            self._earlier.begin_forward(self._sharded)
         else:
             fsdp2_forward.read_dtypes(self.module)
+
+    @untraced
+    def before_decoder(self, module: nn.Module, args: Any) -> None:
+        """Reshards before a forward of the decoder alone, as :meth:`before_forward`."""
+        if not self._awaits_part():
+            self.reshard()
+
+    @untraced
+    def before_unit(self, unit: nn.Module, module: nn.Module, args: Any) -> None:
+        """In a forward of FSDP1's ``unit``, which has been unsharded."""
+        self._earlier.hook(unit)
+
+    def _awaits_part(self) -> bool:
+        """True if a graph of the decoder alone awaits its backward, in which FSDP2 cannot unshard its final norm again:
+        it shares a group with lm_head, which has not run."""
+        is_part = self._fsdp is fsdp2_forward and fsdp2_forward.has_part(self.module)
+        graph = None if self._graph is None else self._graph()
+        return is_part and torch.is_grad_enabled() and graph is not None and self._has_graph()
 
     @untraced
     def after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if module is self.module:
             self._is_entered = False
+        if self._is_entered:
+            return
         if id(self.module) in _GENERATING.get() or self._fsdp.is_running(self._sharded):
             return
         if torch.is_grad_enabled() and _may_have_graph(output):
             self._before = None
             if self._fsdp is fsdp2_forward:
+                self._graph = None if module is self.module else _mark_graph(output)
                 self._held = fsdp2_forward.unsharded(self._sharded)
                 self._trained = fsdp2_forward.trained_of_unsharded(self._sharded)
         elif self._fsdp is fsdp1_forward:
@@ -180,7 +211,8 @@ class _Root:
 
     def reshard(self) -> None:
         """Reshards all parameters, between forwards and backwards; does nothing inside of one."""
-        if id(self.module) not in _GENERATING.get() and not self._fsdp.is_running(self._sharded):
+        is_inside = self._is_entered or id(self.module) in _GENERATING.get()
+        if not (is_inside or self._fsdp.is_running(self._sharded)):
             self._keep_changed_flags()
             self._reshard_all()
 
@@ -200,11 +232,9 @@ class _Root:
         """Reshards before an optimizer's step.
 
         Raises:
-            LigerDistError: the optimizer has full parameters, which it was given while they were unsharded; or a
-                vocab-parallel lm_head has gradients that no backward has summed over the replicas, which are dropped.
+            LigerDistError: the optimizer has full parameters, which it was given while they were unsharded.
         """
         self.reshard()
-        self._refuse_unreduced_rows(optimizer)
         given = (parameter for group in optimizer.param_groups for parameter in group["params"])
         others = [parameter for parameter in given if not isinstance(parameter, DTensor)]
         full = self._fsdp.full_parameters(self._sharded) if others else ()
@@ -217,9 +247,16 @@ class _Root:
                 "model.named_parameters()."
             )
 
-    def _refuse_unreduced_rows(self, optimizer: Optimizer) -> None:
+    def before_update(self, optimizer: Optimizer) -> None:
+        """
+        Raises:
+            LigerDistError: a vocab-parallel lm_head has gradients that no backward has summed over the replicas, which
+                are dropped.
+        """
         if not any(rows.unreduced for rows in self._row_shards.values()):
             return
+        if all(float(group.get("lr", 1.0)) == 0.0 for group in optimizer.param_groups):
+            return  # torch makes the state of an optimizer by such a step, to save it.
         own = {id(parameter) for parameter in self.module.parameters()}
         if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
             for rows in self._row_shards.values():
@@ -233,6 +270,7 @@ class _Root:
     def around_generate(self, generate: Any) -> Any:
         @functools.wraps(generate)
         def generate_and_reshard(*args: Any, **kwargs: Any) -> Any:
+            self.reshard()
             token = _GENERATING.set(_GENERATING.get() | {id(self.module)})
             try:
                 return generate(*args, **kwargs)
@@ -264,9 +302,40 @@ class _Root:
                     f"{method.__name__} would multiply and add FSDP1's flat shards, which are no matrices; call it "
                     "inside of FullyShardedDataParallel.summon_full_params(root)."
                 )
+            if self._fsdp is fsdp2_forward and _is_partly_sharded(self.module):
+                raise LigerDistError(
+                    f"{method.__name__} would add sharded weights of adapters to base weights that every rank has "
+                    "(frozen='replicate'); merge in a copy of the model that is not sharded, from the adapter's "
+                    "checkpoint."
+                )
             return method(*args, **kwargs)
 
         return self.before(check_and_call)
+
+
+def _is_partly_sharded(root: nn.Module) -> bool:
+    """True if only some parameters of a LoRA layer are sharded."""
+    layers = (layer for layer in root.modules() if has_lora(layer))
+    return any(len({isinstance(parameter, DTensor) for parameter in layer.parameters()}) > 1 for layer in layers)
+
+
+class _Graph:
+    """Lives as long as the graph that it was attached to."""
+
+
+def _mark_graph(output: Any) -> ref[_Graph] | None:
+    """Attaches an object to the graph of an output; None for one that is no tensor."""
+    node = next((x.grad_fn for x in tree_leaves(output) if isinstance(x, Tensor) and x.grad_fn is not None), None)
+    if node is None:
+        return None
+    graph = _Graph()
+    metadata: Any = node.metadata
+    metadata[_GRAPH] = graph
+    return ref(graph)
+
+
+_GRAPH = "liger_dist_graph"
+"""key in the metadata of an output's node"""
 
 
 def _may_have_graph(output: Any) -> bool:
@@ -324,6 +393,11 @@ def install(
     undo.enter_context(swapped(vars(model), _ROOT, root))
     for module in dict.fromkeys((*modules, decoder)):
         undo.callback(module.register_forward_hook(root.after_forward).remove)
+    if decoder not in modules:
+        undo.callback(decoder.register_forward_pre_hook(root.before_decoder).remove)
+    for unit in fsdp1_forward.units_of(found) if isinstance(found, FullyShardedDataParallel) else ():
+        inside: nn.Module = unit._fsdp_wrapped_module
+        undo.callback(inside.register_forward_pre_hook(functools.partial(root.before_unit, unit)).remove)
     undo.callback(found.register_forward_pre_hook(root.before_forward, prepend=True, with_kwargs=True).remove)
     undo.callback(found.register_forward_hook(root.after_failed_forward, always_call=True).remove)
     for module in modules:

@@ -21,7 +21,7 @@ from .ddp import DDP, averaged_parameters
 from .fsdp1 import FSDP1, is_flat, is_stored_by_fsdp1
 from .fsdp2 import FSDP2, managed_parameters
 from .fsdp2_forward import param_groups
-from .optimizer_steps import call_before_steps
+from .optimizer_steps import BeforeStep, call_before_steps
 from .process_groups import world_size
 from .vocab_parallel import row_shards_of
 
@@ -135,7 +135,7 @@ def _trained_leaves(value: Any) -> Iterator[nn.Parameter]:
         waiting.extend(following)
 
 
-class _Check:
+class _Check(BeforeStep):
     """Forward pre-hook; its copies, with a copy of the model, do nothing."""
 
     def __init__(self, at_wrap: tuple[object, ...], strategy: str, *modules: ref[nn.Module]) -> None:

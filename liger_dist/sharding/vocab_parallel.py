@@ -108,6 +108,10 @@ class RowSharding:
     def full(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
         """All-gathers all rows in ``dtype``; the gradient is reduced as FSDP2 does. Without a gradient the shards are
         converted before the all-gather, which saves communication and memory."""
+        if torch.is_inference_mode_enabled():
+            # DTensors of inference mode have no version, which some of their operations set.
+            with torch.inference_mode(False), torch.no_grad():
+                return self.full(parameter, dtype)
         if not (torch.is_grad_enabled() and parameter.requires_grad):
             parameter = parameter.detach().to(dtype)
         assert isinstance(parameter, DTensor)

@@ -657,5 +657,5 @@ def test_a_hook_of_the_lm_head_of_saved_hidden_states_is_refused() -> None:
     head = head.to(next(student.parameters()))
     scaled_by_a_hook(head)
     hidden = on_device.randn(3, 12, 16, dtype=torch.float64)
-    with pytest.raises(liger_dist.LigerDistError, match="did mul 0.3 to its logits, expected nothing"):
+    with pytest.raises(liger_dist.LigerDistError, match=r"did mul 0\.3 to its logits, expected nothing"):
         liger_dist.distillation_loss(student, head, teacher_hidden=hidden, **make_batch(0))
