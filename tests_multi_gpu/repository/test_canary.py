@@ -58,6 +58,11 @@ NAMES: dict[tuple[str, str], str] = {
     ): "fsdp1_forward.py cannot reshard after a forward without a backward: steps read old weights",
     (
         "torch.distributed.fsdp._runtime_utils",
+        "_post_backward_hook",
+    ): "fsdp1_forward.py cannot reduce the gradient of a forward after one without a backward, in 16 bits",
+    ("torch", "_C._will_engine_execute_node"): "fsdp1_forward.py cannot tell which forwards a backward goes through",
+    (
+        "torch.distributed.fsdp._runtime_utils",
         "_lazy_init",
     ): "fsdp1_forward.py cannot make parameters that train before a first forward in inference mode",
     (
