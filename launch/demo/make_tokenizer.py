@@ -24,11 +24,17 @@ from liger_dist_train.output_folder import write_folder
 from liger_dist_train.sources import find_source, read_rows, where
 
 END = "<|end|>"
-SPECIAL_TOKENS = [END, "<|system|>", "<|user|>", "<|assistant|>"]
+SPECIAL_TOKENS = [END, "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"]
 CHAT_TEMPLATE = (
-    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
+    "{% if tools %}<|system|>{{ tools | tojson }}<|end|>{% endif %}"
+    "{% for message in messages %}<|{{ message['role'] }}|>"
+    "{% if message['reasoning_content'] %}<think>{{ message['reasoning_content'] }}</think>{% endif %}"
+    "{{ message['content'] or '' }}"
+    "{% for call in message['tool_calls'] or [] %}<tool_call>{{ call['function'] | tojson }}</tool_call>{% endfor %}"
+    "<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+"""tools and calls as JSON"""
 
 
 def train_tokenizer(data: list[str], vocab_size: int, folder: Path) -> int:

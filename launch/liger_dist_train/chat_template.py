@@ -9,12 +9,14 @@ from typing import Any
 
 from liger_dist import LigerDistError
 
-from .conversations import BadRowError, is_learned
+from .conversations import REASONING, ROLES, BadRowError, is_learned
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """of templates that mark the answers themselves"""
 END_OF_REASONING = "</think>"
 SAMPLE = "liger"
+KEY = "liger_key"
+NO_FIELD = "take it out of the row, or give a template that writes it with --chat_template FILE"
 Span = tuple[int, int]
 """first character, and the one after the last"""
 Turns = list[dict[str, Any]]
@@ -32,6 +34,9 @@ class ChatTemplate:
     [Note: End of a turn] Most templates write a special token after an answer. Those of GLM write nothing: there the
     next turn's first token ends it, and a conversation that ends with an answer gets that token too. Where a template
     has no special token at all, the last answer gets the tokenizer's end-of-sequence token.
+
+    Everything that a row has for a template is in what it writes, or the row is bad: contents, names and arguments of
+    calls, tools, and of the answers that are learned their reasoning.
     """
 
     def __init__(self, tokenizer: Any, train_on: str = "assistant", variables: dict[str, Any] | None = None) -> None:
@@ -49,20 +54,108 @@ class ChatTemplate:
         """
         if self._tokenizer.chat_template is None:
             raise BadRowError("holds chat turns but the tokenizer has no chat template; give --chat_template FILE")
+        turns = self._as_the_template_has(turns)
         answers = [index for index, turn in enumerate(turns) if turn["role"] == "assistant"]
         learned = [index for index in answers if index >= first and is_learned(turns[index], index)]
         if self._train_on == "last_turn":
             learned = [index for index in learned if index == answers[-1]]
         if self._marks_answers:
-            return self._marked(turns, tools, answers, learned)
-        text, spans = self.render(turns, tools), []
-        for index in learned:
-            start, stop = self._span(turns, tools, index, text)
-            if stop == len(text) and not self._has_end(text[start:]):
-                text += self._added_end
-                stop = len(text)
-            spans.append((start, stop))
+            text, spans = self._marked(turns, tools, answers, learned)
+        else:
+            text, spans = self.render(turns, tools), []
+            for index in learned:
+                start, stop = self._span(turns, tools, index, text)
+                if stop == len(text) and not self._has_end(text[start:]):
+                    text += self._added_end
+                    stop = len(text)
+                spans.append((start, stop))
+        # A template may mark an answer in several places.
+        is_one_each = len(learned) == len(spans)
+        by_turn = dict(zip(learned, spans if is_one_each else [(0, len(text))] * len(learned), strict=True))
+        self._refuse_left_out(turns, tools, text, by_turn)
         return text, spans
+
+    def _as_the_template_has(self, turns: Turns) -> Turns:
+        """Turns with the names and forms that the template reads.
+
+        Raises:
+            BadRowError: a role that neither a conversation nor the template has.
+        """
+        source, found = str(self._tokenizer.chat_template), []
+        for index, turn in enumerate(turns):
+            role = turn["role"]
+            if role not in ROLES and role not in source:
+                raise BadRowError(f"has the role {role!r} in turn {index}; expected one of {', '.join(ROLES)}")
+            turn = turn | {"role": "system"} if role == "developer" and role not in source else dict(turn)
+            if "reasoning_content" in turn:
+                name = next((name for name in REASONING if name in source), REASONING[0])
+                turn[name] = turn.pop("reasoning_content")
+            if "tool_calls" in turn:
+                content, is_text = self._form_of_calls
+                turn["content"] = turn.get("content") or content
+                turn["tool_calls"] = [_with_text_arguments(one) if is_text else one for one in turn["tool_calls"]]
+            found.append(turn)
+        return found
+
+    def _refuse_left_out(self, turns: Turns, tools: Any, text: str, spans: dict[int, Span]) -> None:
+        """Refuses a row of which the template leaves something out.
+
+        Args:
+            spans: of the answers that are learned, by their turn.
+
+        Raises:
+            BadRowError: it names the field.
+        """
+        if tools and not self._writes_tools:
+            raise BadRowError(f"has tools, which the chat template leaves out; {NO_FIELD}")
+        for name in _names_of_tools(tools):
+            if name not in text:
+                raise BadRowError(f"has the tool {name!r}, which the chat template leaves out; {NO_FIELD}")
+        for index, turn in enumerate(turns):
+            written = text[slice(*spans[index])] if index in spans else text
+            is_answer = turn["role"] == "assistant"
+            fields = [("content", _answer(turn) if is_answer else turn.get("content") or "")]
+            if index in spans and not any(turn.get(name) for name in ("content", "tool_calls", *REASONING)):
+                raise BadRowError(f"has an empty answer in turn {index}; fill it, or give it the weight 0")
+            fields += [("reasoning", turn[name]) for name in REASONING if name in turn and index in spans]
+            for call in turn.get("tool_calls", ()):
+                function = call["function"]
+                fields.append(("tool_calls", function["name"]))
+                fields += [("tool_calls", value) for value in _leaves(function["arguments"])]
+            for field, value in fields:
+                if not _is_written(value, written, is_data=turn["role"] == "tool"):
+                    raise BadRowError(
+                        f"has {field} in turn {index} ({turn['role']}) that the chat template leaves out or changes: "
+                        f"{str(value)[:80]!r}; {NO_FIELD}"
+                    )
+
+    @cached_property
+    def _writes_tools(self) -> bool:
+        parameters = {"type": "object", "properties": {KEY: {"type": "string", "description": SAMPLE}}}
+        tool = {"type": "function", "function": {"name": KEY, "description": SAMPLE, "parameters": parameters}}
+        turns = [{"role": "user", "content": SAMPLE}, {"role": "assistant", "content": SAMPLE}]
+        try:
+            return KEY in self.render(turns, [tool])
+        except BadRowError:
+            return True
+
+    @cached_property
+    def _form_of_calls(self) -> tuple[str | None, bool]:
+        """Content of an answer that is a call alone, and whether arguments have to be JSON: some templates write them
+        as they are, and some write calls where there is no content."""
+        as_json, plain = json.dumps({KEY: SAMPLE}), ("", False)
+        for content, is_text in ((*plain,), ("", True), (None, False), (None, True)):
+            call = {"type": "function", "function": {"name": SAMPLE, "arguments": {KEY: SAMPLE}}}
+            call = _with_text_arguments(call) if is_text else call
+            turns = [{"role": "user", "content": SAMPLE}]
+            turns.append({"role": "assistant", "content": content, "tool_calls": [call]})  # type: ignore[dict-item]
+            try:
+                text = self.render(turns, None)
+            except BadRowError:
+                continue
+            if as_json in text if is_text else KEY in text and f"{{'{KEY}'" not in text:
+                return content, is_text
+        return plain
 
     def render(self, turns: Turns, tools: Any, *, prompt: bool = False) -> str:
         """Renders turns, with ``prompt`` up to where the next answer would be generated.
@@ -172,11 +265,6 @@ class ChatTemplate:
                 "with --chat_template FILE"
             )
         start, stop = len(before), len(after)
-        answer = _answer(turns[index])
-        if text.find(answer, start, stop) < 0:
-            raise BadRowError(
-                f"has a turn {index} whose content the chat template leaves out or changes: {answer[:80]!r}"
-            )
         if stop < len(text) and not self._has_end(text[start:stop]):
             following = self._special.match(text, stop)
             stop = following.end() if following else stop
@@ -228,3 +316,44 @@ def _in_parts(turns: Turns) -> Turns:
         else turn
         for turn in turns
     ]
+
+
+def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+    return call | {"function": call["function"] | {"arguments": arguments}}
+
+
+def _names_of_tools(tools: Any) -> list[str]:
+    found = [tool.get("function", tool) for tool in tools or () if isinstance(tool, dict)]
+    return [tool["name"] for tool in found if isinstance(tool, dict) and isinstance(tool.get("name"), str)]
+
+
+def _leaves(value: Any) -> list[Any]:
+    """The texts, numbers and flags in arguments, which may be JSON."""
+    if isinstance(value, str) and value[:1] in ("{", "["):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return [value]
+    if isinstance(value, dict):
+        return [leaf for item in value.values() for leaf in _leaves(item)]
+    if isinstance(value, list):
+        return [leaf for item in value for leaf in _leaves(item)]
+    return [value]
+
+
+def _is_written(value: Any, text: str, *, is_data: bool) -> bool:
+    """True if ``text`` has a value, as it is or in JSON.
+
+    Args:
+        is_data: True if it may be data that a template writes in another form.
+    """
+    if value is None:
+        return True
+    if not isinstance(value, str):
+        return any(form in text for form in (json.dumps(value), str(value)))
+    value = value.strip()
+    if any(form in text for form in (value, *(json.dumps(value, ensure_ascii=ascii)[1:-1] for ascii in (False, True)))):
+        return True
+    leaves = _leaves(value) if is_data else [value]
+    return leaves != [value] and all(_is_written(leaf, text, is_data=False) for leaf in leaves)

@@ -21,6 +21,11 @@ LEARNS: dict[str, tuple[Any, Any]] = {"weight": (0, 1), "train": (False, True)}
 """keys of an assistant's turn that say whether it is learned (OpenAI's fine-tuning format, Axolotl)"""
 
 
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""names under which rows and templates have the reasoning before an answer"""
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
 class BadRowError(Exception):
     """A row that cannot be trained on; the message goes on after "file line N"."""
 
@@ -59,34 +64,103 @@ def read_tools(tools: Any) -> Any:
 
 
 def check_messages(turns: Any) -> list[dict[str, Any]]:
-    """Checks chat turns with ``role`` and ``content``, and renames ``from`` and ``value`` of ShareGPT.
+    """Makes one conversation of the shapes that rows come in: OpenAI's, ShareGPT's (``from`` and ``value``), calls of
+    functions with arguments as objects or as JSON, ``function_call``, contents in parts, reasoning by three names.
+
+    Returns:
+        turns with ``role``, ``content``, ``reasoning_content`` and ``tool_calls`` (``name`` and ``arguments``, an
+        object, in ``function``), and their other keys.
 
     Raises:
         BadRowError: no turns, or a turn without a role or content.
     """
     if not isinstance(turns, list) or not turns:
         raise BadRowError(f"has {turns!r} for its turns; expected a list of at least one")
+    return [_checked(turn, index) for index, turn in enumerate(turns)]
+
+
+def _checked(given: Any, index: int) -> dict[str, Any]:
+    if isinstance(given, dict) and "from" in given and "role" not in given:
+        given = _of_sharegpt(given, index)
+    if not isinstance(given, dict) or not isinstance(given.get("role"), str):
+        raise BadRowError(f"has {given!r} for turn {index}; expected a role and a content")
+    # Columns of a table have every key in every row.
+    turn: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if turn["role"] == "function":
+        turn["role"] = "tool"
+    if isinstance(turn.get("content"), list):
+        parts = [part for part in turn["content"] if not _is_reasoning(part)]
+        reasoning = "".join(part["thinking"] for part in turn["content"] if _is_reasoning(part))
+        turn["content"] = "".join(_text_of_part(part, index) for part in parts)
+        turn |= {"reasoning_content": reasoning} if reasoning else {}
+    for name in REASONING[1:]:
+        if name in turn:
+            turn["reasoning_content"] = turn.pop(name)
+    if not turn.get("reasoning_content", True):
+        del turn["reasoning_content"]
+    if not isinstance(turn.get("reasoning_content", ""), str):
+        raise BadRowError(f"has {turn['reasoning_content']!r} for the reasoning of turn {index}; expected text")
+    calls = _calls_of(turn, index)
+    turn |= {"tool_calls": calls} if calls else {}
+    if "refusal" in turn and not turn.get("content"):
+        turn["content"] = turn.pop("refusal")
+    if not isinstance(turn.get("content"), str) and not (calls and "content" not in turn):
+        raise BadRowError(f"has {turn!r} for turn {index}; expected a content that is text")
+    return turn
+
+
+def _of_sharegpt(turn: dict[str, Any], index: int) -> dict[str, Any]:
+    if turn["from"] == "function_call":
+        return {name: value for name, value in turn.items() if name not in ("from", "value")} | {
+            "role": "assistant",
+            "function_call": turn.get("value"),
+        }
+    if turn["from"] not in SHAREGPT_ROLES:
+        raise BadRowError(f"has a turn {index} from {turn['from']!r}; expected one of {', '.join(SHAREGPT_ROLES)}")
+    kept = {name: value for name, value in turn.items() if name not in ("from", "value")}
+    return kept | {"role": SHAREGPT_ROLES[turn["from"]], "content": turn.get("value")}
+
+
+def _calls_of(turn: dict[str, Any], index: int) -> list[dict[str, Any]]:
+    """Takes the calls of functions from a turn."""
+    calls = turn.pop("tool_calls", None) or []
+    call = turn.pop("function_call", None)
+    calls = _parsed(calls, "tool_calls", index) if isinstance(calls, str) else calls
+    call = _parsed(call, "function_call", index) if isinstance(call, str) else call
+    calls = (
+        [*calls, *(call if isinstance(call, list) else [call] if call else [])] if isinstance(calls, list) else calls
+    )
+    if not isinstance(calls, list) or not all(isinstance(one, dict) for one in calls):
+        raise BadRowError(f"has {calls!r} for the tool_calls of turn {index}; expected a list of objects")
     found = []
-    for index, turn in enumerate(turns):
-        if isinstance(turn, dict) and "from" in turn and "role" not in turn:
-            if turn["from"] not in SHAREGPT_ROLES:
-                raise BadRowError(
-                    f"has a turn {index} from {turn['from']!r}; expected one of {', '.join(SHAREGPT_ROLES)}"
-                )
-            kept = {name: turn.get(name) for name in LEARNS}
-            turn = {"role": SHAREGPT_ROLES[turn["from"]], "content": turn.get("value"), **kept}
-        if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
-            raise BadRowError(f"has {turn!r} for turn {index}; expected a role and a content")
-        # Columns of a table have every key in every row.
-        turn = {name: value for name, value in turn.items() if value is not None}
-        if isinstance(turn.get("content"), list):
-            turn["content"] = "".join(_text_of_part(part, index) for part in turn["content"])
-        if "tool_calls" in turn:
-            turn["tool_calls"] = _without_nulls(turn["tool_calls"])
-        if not isinstance(turn.get("content"), str) and not (turn.get("tool_calls") and "content" not in turn):
-            raise BadRowError(f"has {turn!r} for turn {index}; expected a content that is text")
-        found.append(turn)
+    for one in map(_without_nulls, calls):
+        function = one.get("function", one)
+        name = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(name, str):
+            raise BadRowError(f"has {one!r} among the tool_calls of turn {index}; expected the name of a function")
+        arguments = function.get("arguments", function.get("parameters", {}))
+        if isinstance(arguments, str):
+            arguments = _parsed(arguments or "{}", f"the arguments of {name}", index)
+        if not isinstance(arguments, dict):
+            raise BadRowError(
+                f"has {arguments!r} for the arguments of {name} in turn {index}; expected an object, or one as JSON"
+            )
+        others = {
+            key: value for key, value in one.items() if key not in ("function", "name", "arguments", "parameters")
+        }
+        found.append({"type": "function"} | others | {"function": {"name": name, "arguments": arguments}})
     return found
+
+
+def _parsed(text: str, what: str, index: int) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise BadRowError(f"has {text!r} for {what} in turn {index}, which is no JSON ({error})") from error
+
+
+def _is_reasoning(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "thinking" and isinstance(part.get("thinking"), str)
 
 
 def _text_of_part(part: Any, index: int) -> str:
