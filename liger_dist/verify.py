@@ -320,9 +320,16 @@ def _in_other_rows(
     objection = record_of(inner_model(model)).packing.objection()
     if objection is not None:
         return batch, None, f"refused: {objection}"
+    if _predicts_across(record_of(inner_model(model))):
+        return batch, None, "its further losses predict tokens of the next document"
     if _counts_padding(model) and batch.get("attention_mask") is not None:
         return batch, None, "the loss of its router may count padding"
     return batch, *as_packed_row(batch, ignore_index)
+
+
+def _predicts_across(record: Wrapped) -> bool:
+    recipe = record.recipe
+    return recipe is not None and any(one.cut is None for one in (*recipe.training.further, *recipe.evaluation.further))
 
 
 def _counts_padding(model: nn.Module) -> bool:

@@ -37,6 +37,7 @@ from liger_dist.model.documents import (
 from liger_dist.model.peft import base_model_of, reason_against_packing
 from liger_dist.model.structure import Structure, find_structure
 from liger_dist.model.torch_modes import in_backward, untraced
+from liger_dist.model.weak import Weakly
 from liger_dist.sharding.sequence_parallel import sequence_axis_of
 
 from .attention import MASKED, NAME, register_attention
@@ -81,6 +82,9 @@ class PackedCalls:
         text_row: True if the model's own mask reads positions ``[4, B, S]``, of the text and then the three of images.
     """
 
+    _outer = Weakly()
+    """the model, or the ``PeftModel`` around it"""
+
     def __init__(
         self,
         model: nn.Module,
@@ -100,7 +104,7 @@ class PackedCalls:
         self._reason, self._attention_reasons = reason, attention_reasons
         self._own_config = getattr(structure.decoder, "config", None)
         self._selection: AttentionSelection | None = None
-        self._outer: nn.Module = model
+        self._outer = model
         self._text_row, self._is_right_by_itself = text_row, is_right_by_itself
         self._has_image_positions = has_image_positions(self._own_config)
 

@@ -228,7 +228,7 @@ def gradients_of_a_frozen_head(strategy: str) -> tuple[str, dict[str, float]]:
     reference.zero_grad()
     truth = true_gradients(reference, 0, 2) | {"lm_head.weight": of_head}
     try:
-        torch.optim.SGD(root.parameters(), lr=0.0, foreach=False).step()
+        torch.optim.SGD(root.parameters(), lr=0.1, foreach=False).step()
     except liger_dist.LigerDistError as error:
         sentence = str(error)
         root.zero_grad()
