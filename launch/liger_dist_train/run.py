@@ -288,9 +288,11 @@ class Loop:
         with profiled(Path(config.output_dir)) if is_profiled else nullcontext():
             loss, norm, num_tokens = trainer.step(self._watchdog, interruption)
         step = trainer.progress.step
-        numbers = _read(loss, norm, *trainer.mtp_losses())
-        row: dict[str, Any] = {"step": step, **dict(zip(("loss", "grad_norm"), numbers, strict=False))}
-        row |= {f"mtp_loss/{depth}": number for depth, number in enumerate(numbers[2:], 1)}
+        routers = trainer.router_losses()
+        numbers = _read(loss, norm, *routers, *trainer.mtp_losses())
+        names = ["loss", "grad_norm", *(["router_loss"] if routers else [])]
+        row: dict[str, Any] = {"step": step, **dict(zip(names, numbers, strict=False))}
+        row |= {f"mtp_loss/{depth}": number for depth, number in enumerate(numbers[len(names) :], 1)}
         row |= self._loads.read()
         # Reading the loss has waited for the step. One all-reduce reports an interruption, a checkpoint that
         # all ranks have written, and NaN or Inf, which a bad device has on its rank alone.

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from liger_dist import LigerDistError, shard_sequence
 
@@ -79,6 +80,9 @@ class Trainer:
         """the last step: its loss or gradients were not finite, and the weights stayed"""
         self._mtp_losses: list[Tensor] = []
         """of the micro-batches of the last step: this rank's part of the mean of each depth"""
+        self._router_losses: list[Tensor] = []
+        """of the micro-batches of the last step: what the balance of experts adds to the loss"""
+        self._router_coefficient = router_coefficient(engine.model)
         self.own_loss: Tensor | None = None
         """of the last step: this rank's part of the mean"""
         self.data_state: dict[str, Any] = {}
@@ -112,13 +116,13 @@ class Trainer:
         labels /= self.dims.sequence_parallel
         # Filled on the device: a copy from the host would wait for it.
         num_items = torch.full((), max(labels, 1.0) / self.dims.world_size, device=device())
-        losses, self._mtp_losses = [], []
+        losses, self._mtp_losses, self._router_losses = [], [], []
         for index, batch in enumerate(batches):
             watchdog.at(step + 1, "computing")
             if index and total(interruption.requested)[0]:
                 raise InterruptedStepError
             with self.engine.micro_batch(is_last=index == len(batches) - 1):
-                loss = self._loss(batch, num_items, self._teacher)
+                loss = self._loss(batch, num_items, self._teacher, of_router=1 / len(batches))
                 self.engine.backward(loss)
             losses.append(loss.detach())
         self.own_loss = torch.stack(losses).sum()
@@ -144,6 +148,13 @@ class Trainer:
         if not self._mtp_losses:
             return []
         return list(total_on_device(torch.stack(self._mtp_losses).sum(0)) / self.dims.world_size)
+
+    def router_losses(self) -> list[Tensor]:
+        """Computes what the balance of experts has added to the loss of the last step, the mean over micro-batches and
+        ranks; one all-reduce, and none without it."""
+        if not self._router_losses:
+            return []
+        return [total_on_device(torch.stack(self._router_losses).mean()) / self.dims.world_size]
 
     def _accepts(self, mean: Tensor, norm: Tensor) -> bool:
         """False on every rank for a step that is skipped: its loss or gradients are not finite on one of them."""
@@ -188,7 +199,7 @@ class Trainer:
                 raise InterruptedStepError
             mine = held_out.in_order(first, min(rows, most - first))[self._data_rank :: self._data_size]
             batch = self._collated(mine)
-            sums[0] += self._loss(batch, one)
+            sums[0] += self._loss(batch, one, of_router=0.0)
             sums[1] += count_labels([batch]) / self.dims.sequence_parallel
         self.engine.model.train()
         return total_on_device(sums)
@@ -264,9 +275,15 @@ class Trainer:
         restart = not config.attend_across_documents
         return collate(sequences, config.batch_size, config.sequence_length, self._pad, restart=restart, top_k=top_k)
 
-    def _loss(self, batch: dict[str, Any], num_items: Tensor, teacher: Teacher | None = None) -> Tensor:
+    def _loss(
+        self, batch: dict[str, Any], num_items: Tensor, teacher: Teacher | None = None, *, of_router: float
+    ) -> Tensor:
         """Computes this rank's part of the mean over ``num_items`` tokens, with a teacher of the distillation loss;
-        labels stay on the CPU, where counting them is free."""
+        labels stay on the CPU, where counting them is free.
+
+        Args:
+            of_router: share of the balance of experts, which the model adds whole in each of its calls.
+        """
         if self.dims.sequence_parallel > 1:
             batch = {**shard_sequence(batch, self.dims.mesh(device().type))}
         on_device: dict[str, Any] = {
@@ -286,9 +303,35 @@ class Trainer:
                 return teacher.loss(self.engine.model, on_device, num_items)
             output = self.engine.model(**on_device, num_items_in_batch=num_items, use_cache=False)
         loss: Tensor = output.loss
+        balance = getattr(output, "aux_loss", None)
+        if isinstance(balance, Tensor) and self._router_coefficient:
+            added = self._router_coefficient * balance.to(loss)
+            loss = loss - (1 - of_router) * added
+            if torch.is_grad_enabled():
+                self._router_losses.append(added.detach())
         if self.config.mtp is not None and torch.is_grad_enabled():
             self._mtp_losses.append(output.mtp_loss)
         return loss
+
+
+def router_coefficient(model: nn.Module) -> float:
+    """Returns the factor with which a mixture adds the balance of its experts to its loss; 0 for other models.
+
+    Raises:
+        LigerDistError: the model adds it, and does not say with which factor.
+    """
+    inner = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
+    config = inner.config.get_text_config()
+    if not getattr(config, "output_router_logits", False):
+        return 0.0
+    factor = getattr(config, "router_aux_loss_coef", None)
+    if not isinstance(factor, int | float):
+        raise LigerDistError(
+            f"{type(config).__name__} has output_router_logits and no router_aux_loss_coef (got {factor!r}), so that "
+            "the term that the model adds to each micro-batch's loss cannot be divided; set output_router_logits to "
+            "false in its config.json."
+        )
+    return float(factor)
 
 
 def count_labels(batches: list[dict[str, Tensor]]) -> int:

@@ -187,3 +187,45 @@ def test_a_plan_knows_experts(data: Path, cache: Path, tmp_path: Path) -> None:
     more = model_config.to_dict() | {"num_experts_per_tok": 3}
     of_three = plan(wider, parallel_dims_of(wider, 2), model, type(model_config)(**more)).plans[0]
     assert of_three.activations - found["plain"].activations == layers * tokens * 4 * 3 * 96
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_the_balance_of_experts_counts_once_in_a_step(
+    size: int, data: Path, cache: Path, tmp_path: Path, router_truth: tuple[Path, float, float]
+) -> None:
+    """Whatever the number of micro-batches; held-out losses are without it."""
+    folder, tokens, balance = router_truth
+    changes: dict[str, Any] = {"model": str(folder), "tokenizer": str(cache / "tokenizer"), "batch_size": size}
+    changes |= {"steps": 1, "global_batch_size": 4, "eval_every": 1, "checkpoint_every": 0, "warmup_steps": 0}
+    changes |= {"eval_data": [str(folder / "rows.jsonl")], "eval_batches": 0, "learning_rate": 0.0}
+    output = tmp_path / "run"
+    train(config_for(folder / "rows.jsonl", cache, output, **changes))
+    (row,) = metrics_of(output)
+    assert row["eval_loss"] == pytest.approx(tokens, rel=1e-5)
+    # Each micro-batch has its balance, and few tokens are less balanced than many.
+    assert balance * 0.99 < row["router_loss"] < balance * 1.25
+    assert row["loss"] == pytest.approx(tokens + row["router_loss"], rel=1e-5)
+    if size == 4:
+        assert row["router_loss"] == pytest.approx(balance, rel=1e-4)
+
+
+@pytest.fixture(scope="module")
+def router_truth(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float, float]:
+    """A mixture that balances its experts, four rows, and its losses of tokens and of balance."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    folder = tmp_path_factory.mktemp("mixture")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 601, "hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 32}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    sizes |= {"num_experts": 8, "num_experts_per_tok": 2, "max_position_embeddings": 64}
+    config = Qwen3MoeConfig(**sizes, output_router_logits=True, router_aux_loss_coef=0.5, initializer_range=0.2)
+    model: Any = Qwen3MoeForCausalLM(config)
+    model.save_pretrained(folder)
+    rows = torch.randint(3, 600, (4, 64), generator=torch.Generator().manual_seed(0), device="cpu")
+    lines = [json.dumps({"input_ids": row}) for row in rows.tolist()]
+    (folder / "rows.jsonl").write_text("\n".join(lines) + "\n")
+    with torch.no_grad():
+        output = model(input_ids=rows, labels=rows)
+    balance = 0.5 * float(output.aux_loss)
+    return folder, float(output.loss) - balance, balance
