@@ -133,11 +133,11 @@ def distillation_loss(
     finally:
         fsdp2_forward.reshard(teacher)
     if teacher_hidden is not None:
-        check_logits(output, without_fsdp1(teacher), None)
+        head: Any = without_fsdp1(teacher)
+        check_logits(output, head, None, running.vocab_size)
     elif running.has_run:
-        logits = getattr(output, "logits", None)
-        logits = output[0] if logits is None and isinstance(output, tuple) else logits
-        check_logits(logits, inner_model(teacher), _loss_of(teacher, "teacher").recipe)
+        logits = output.get("logits") if isinstance(output, dict) else output[0]
+        check_logits(logits, inner_model(teacher), _loss_of(teacher, "teacher").recipe, running.vocab_size)
     return running.result(teacher)
 
 
@@ -154,8 +154,11 @@ class _StudentCall:
         types = ("cpu", compute_device().type)
         self._autocast = {t: (torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in types}
         self._output: Any = None
+        self.vocab_size = 0
+        """of the teacher, once it has called its lm_head"""
 
     def __call__(self, teacher: Teacher) -> None:
+        self.vocab_size = len(teacher.weight)
         with ExitStack() as stack:
             stack.enter_context(self._loss.mode(Distillation(teacher=teacher, **self._options)))
             stack.enter_context(torch.set_grad_enabled(self._computes_gradients))

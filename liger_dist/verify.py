@@ -320,6 +320,8 @@ def _in_other_rows(
     objection = record_of(inner_model(model)).packing.objection()
     if objection is not None:
         return batch, None, f"refused: {objection}"
+    if any(getattr(getattr(module, "config", None), "index_topk", None) for module in inner_model(model).modules()):
+        return batch, None, "its sparse attention breaks ties by the length of a row"
     if _predicts_across(record_of(inner_model(model))):
         return batch, None, "its further losses predict tokens of the next document"
     if _counts_padding(model) and batch.get("attention_mask") is not None:

@@ -32,7 +32,7 @@ from .checkpoint import (
 )
 from .config import TrainConfig
 from .model import add_lora, read_weights, weights_dtype
-from .optimizer import decays
+from .optimizer import decays, kinds_of
 from .safe_pickle import deepspeed_names
 from .state_files import load_state
 from .tokenization import load_tokenizer
@@ -110,12 +110,24 @@ def export(
             f"the checkpoint {path} cannot be read: {reason_of(error)}; choose another --step."
         ) from error
     model = _filled(model, weights, path, has_lora=description["lora"] is not None, merge=not adapter)
-    model.to(getattr(torch, dtype))
+    _to_dtype(model, getattr(torch, dtype))
     if not adapter:
         _let_it_end(model, load_tokenizer(path / MODEL))
     _write(model, path / MODEL, to, adapter=adapter)
     found: int = description["step"]
     return found
+
+
+def _to_dtype(model: Any, dtype: torch.dtype) -> None:
+    """Converts a model, but for what transformers keeps in fp32 when it loads a model in that dtype, such as the
+    biases that correct routers."""
+    kept = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    if dtype == torch.float16:
+        kept |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        is_kept = dtype != torch.float32 and any(f".{part}." in f".{name}." for part in kept)
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(torch.float32 if is_kept else dtype)
 
 
 def _write(model: Any, beside: Path, to: Path, *, adapter: bool) -> None:
@@ -329,11 +341,11 @@ def _named_masters(
 ) -> dict[str, torch.Tensor]:
     """Names the fp32 masters of DeepSpeed without ZeRO in bf16, which are in the order of the optimizer's groups: with
     weight decay and without, or the other way round, as the model begins."""
-    excluded = description["progress"]["no_weight_decay"]
+    excluded, kinds = description["progress"]["no_weight_decay"], kinds_of(model)
     groups: dict[bool, list[tuple[str, torch.Tensor]]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            groups.setdefault(decays(name, parameter, excluded), []).append((name, parameter))
+            groups.setdefault(decays(name, kinds[name], excluded), []).append((name, parameter))
     found = {}
     for group, values in zip(groups.values(), masters, strict=True):
         for (name, parameter), value in zip(group, values, strict=True):

@@ -6,7 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,11 @@ from .config import RATIO_OF, TrainConfig
 WARMUP = 20
 MANY_STEPS = 10**6
 """of a run whose length is not known yet"""
+Kind = Literal["matrix", "matrices", "filter", "vector", "state"]
+"""of a parameter: a matrix, a stack of matrices as of experts, filters of a convolution, a vector or a stack of
+vectors, or what a recurrence multiplies its state by"""
+STATES = ("A_log", "dt_bias")
+"""endings of names of the last kind; transformers marks others by ``_no_weight_decay``"""
 
 
 def clean(name: str) -> str:
@@ -31,10 +36,30 @@ def clean(name: str) -> str:
     return name.replace("_fsdp_wrapped_module.", "").replace("_orig_mod.", "").removeprefix("module.")
 
 
-def decays(name: str, parameter: Tensor, excluded: list[str]) -> bool:
-    """True for a parameter of the unsharded model with weight decay: a matrix that ``--no_weight_decay`` does not
-    name."""
-    return parameter.dim() >= 2 and not is_named(name, excluded)
+def kinds_of(model: nn.Module) -> dict[str, Kind]:
+    """Says what each parameter of an unsharded model is, by its name: by the module that owns it, since a stack of
+    biases ``[experts, features]`` has two dimensions as well."""
+    kinds: dict[str, Kind] = {}
+    for path, module in model.named_modules():
+        for leaf, parameter in module.named_parameters(recurse=False):
+            kinds[f"{path}.{leaf}" if path else leaf] = _kind_of(leaf, parameter, module)
+    # Of a tied weight model.named_parameters() has one name.
+    return {name: kinds[name] for name, _ in model.named_parameters()}
+
+
+def _kind_of(leaf: str, parameter: Tensor, owner: nn.Module) -> Kind:
+    if leaf.endswith(STATES) or getattr(parameter, "_no_weight_decay", False):
+        return "state"
+    if parameter.dim() < 2 or "bias" in leaf:
+        return "vector"
+    if isinstance(owner, nn.modules.conv._ConvNd) or parameter.dim() > 3:
+        return "filter"
+    return "matrix" if parameter.dim() == 2 else "matrices"
+
+
+def decays(name: str, kind: Kind, excluded: list[str]) -> bool:
+    """True for a parameter with weight decay: matrices and filters that ``--no_weight_decay`` does not name."""
+    return kind not in ("vector", "state") and not is_named(name, excluded)
 
 
 def is_named(name: str, parts: list[str]) -> bool:
@@ -44,16 +69,17 @@ def is_named(name: str, parts: list[str]) -> bool:
 
 def decayed_parameters(model: nn.Module, config: TrainConfig) -> frozenset[str]:
     """Names the parameters with weight decay."""
-    named = model.named_parameters()
-    return frozenset(name for name, parameter in named if decays(name, parameter, config.no_weight_decay))
+    return frozenset(name for name, kind in kinds_of(model).items() if decays(name, kind, config.no_weight_decay))
 
 
 def matrices_of_layers(model: nn.Module, config: TrainConfig) -> frozenset[str]:
-    """Names the parameters that Muon trains: the matrices of the decoder layers; none with another optimizer."""
+    """Names the parameters that Muon trains: the matrices of the decoder layers, and those of stacked experts; none
+    with another optimizer."""
     if config.optimizer != "muon":
         return frozenset()
     inside = {id(parameter) for layer in find_structure(model).layers for parameter in layer.parameters()}
-    return frozenset(name for name, p in model.named_parameters() if id(p) in inside and p.dim() == 2)
+    kinds, named = kinds_of(model), model.named_parameters()
+    return frozenset(name for name, p in named if id(p) in inside and kinds[name] in ("matrix", "matrices"))
 
 
 def make_optimizer(
@@ -140,20 +166,22 @@ class ShardedMuon(Optimizer):
                 average = state["momentum_buffer"].lerp_(parameter.grad, 1 - group["momentum"])
                 update = orthogonal(parameter.grad.lerp(average, group["momentum"]))
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                parameter.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(max(parameter.shape)))
+                parameter.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(max(parameter.shape[-2:])))
 
 
 def orthogonal(matrix: Tensor, steps: int = 5) -> Tensor:
     """Computes the nearest matrix with orthonormal rows or columns, ``[M, N]`` as the given one, about: by a
-    Newton-Schulz iteration in bf16 (Jordan et al. 2024), on every rank alike."""
+    Newton-Schulz iteration in bf16 (Jordan et al. 2024), on every rank alike. Of ``[E, M, N]`` each matrix."""
     a, b, c = NEWTON_SCHULZ
     full = (matrix.full_tensor() if isinstance(matrix, DTensor) else matrix).bfloat16()
-    wide = full.T if full.shape[0] > full.shape[1] else full
-    wide = wide / wide.norm().clamp(min=1e-7)
+    is_tall = full.shape[-2] > full.shape[-1]
+    wide = full.mT if is_tall else full
+    wide = wide / wide.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+    product: Callable[..., Tensor] = torch.baddbmm if full.dim() == 3 else torch.addmm
     for _ in range(steps):
-        gram = wide @ wide.T
-        wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
-    found = (wide.T if full.shape[0] > full.shape[1] else wide).to(matrix.dtype)
+        gram = wide @ wide.mT
+        wide = product(wide, product(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
+    found = (wide.mT if is_tall else wide).to(matrix.dtype)
     if not isinstance(matrix, DTensor):
         return found
     replicated = DTensor.from_local(found, matrix.device_mesh, [Replicate()] * matrix.device_mesh.ndim, run_check=False)

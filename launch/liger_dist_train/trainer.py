@@ -82,7 +82,7 @@ class Trainer:
         """of the micro-batches of the last step: this rank's part of the mean of each depth"""
         self._router_losses: list[Tensor] = []
         """of the micro-batches of the last step: what the balance of experts adds to the loss"""
-        self._router_coefficient = router_coefficient(engine.model)
+        self._router_coefficient, self._of_router = router_coefficient(engine.model), 1.0
         self.own_loss: Tensor | None = None
         """of the last step: this rank's part of the mean"""
         self.data_state: dict[str, Any] = {}
@@ -117,12 +117,13 @@ class Trainer:
         # Filled on the device: a copy from the host would wait for it.
         num_items = torch.full((), max(labels, 1.0) / self.dims.world_size, device=device())
         losses, self._mtp_losses, self._router_losses = [], [], []
+        self._of_router = 1 / len(batches)
         for index, batch in enumerate(batches):
             watchdog.at(step + 1, "computing")
             if index and total(interruption.requested)[0]:
                 raise InterruptedStepError
             with self.engine.micro_batch(is_last=index == len(batches) - 1):
-                loss = self._loss(batch, num_items, self._teacher, of_router=1 / len(batches))
+                loss = self._loss(batch, num_items, self._teacher)
                 self.engine.backward(loss)
             losses.append(loss.detach())
         self.own_loss = torch.stack(losses).sum()
@@ -199,7 +200,7 @@ class Trainer:
                 raise InterruptedStepError
             mine = held_out.in_order(first, min(rows, most - first))[self._data_rank :: self._data_size]
             batch = self._collated(mine)
-            sums[0] += self._loss(batch, one, of_router=0.0)
+            sums[0] += self._loss(batch, one)
             sums[1] += count_labels([batch]) / self.dims.sequence_parallel
         self.engine.model.train()
         return total_on_device(sums)
@@ -275,15 +276,9 @@ class Trainer:
         restart = not config.attend_across_documents
         return collate(sequences, config.batch_size, config.sequence_length, self._pad, restart=restart, top_k=top_k)
 
-    def _loss(
-        self, batch: dict[str, Any], num_items: Tensor, teacher: Teacher | None = None, *, of_router: float
-    ) -> Tensor:
+    def _loss(self, batch: dict[str, Any], num_items: Tensor, teacher: Teacher | None = None) -> Tensor:
         """Computes this rank's part of the mean over ``num_items`` tokens, with a teacher of the distillation loss;
-        labels stay on the CPU, where counting them is free.
-
-        Args:
-            of_router: share of the balance of experts, which the model adds whole in each of its calls.
-        """
+        labels stay on the CPU, where counting them is free."""
         if self.dims.sequence_parallel > 1:
             batch = {**shard_sequence(batch, self.dims.mesh(device().type))}
         on_device: dict[str, Any] = {
@@ -306,7 +301,8 @@ class Trainer:
         balance = getattr(output, "aux_loss", None)
         if isinstance(balance, Tensor) and self._router_coefficient:
             added = self._router_coefficient * balance.to(loss)
-            loss = loss - (1 - of_router) * added
+            # The model adds it whole in each of its calls; held-out losses are those of tokens.
+            loss = loss - (1 - (self._of_router if torch.is_grad_enabled() else 0.0)) * added
             if torch.is_grad_enabled():
                 self._router_losses.append(added.detach())
         if self.config.mtp is not None and torch.is_grad_enabled():

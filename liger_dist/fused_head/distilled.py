@@ -88,7 +88,7 @@ def intercepted(
             head.forward = before
 
 
-def check_logits(logits: Any, model: nn.Module, recipe: LossRecipe | None) -> None:
+def check_logits(logits: Any, model: nn.Module, recipe: LossRecipe | None, vocab_size: int) -> None:
     """Refuses a teacher whose code did something else to the logits of its lm_head than what the divergence has
     computed with.
 
@@ -96,6 +96,7 @@ def check_logits(logits: Any, model: nn.Module, recipe: LossRecipe | None) -> No
         logits: of the teacher's call.
         model: the teacher, or its lm_head alone.
         recipe: what its code did when it was wrapped; None for nothing.
+        vocab_size: number of rows of its lm_head.
 
     Raises:
         LigerDistError: the logits are others.
@@ -111,7 +112,11 @@ def check_logits(logits: Any, model: nn.Module, recipe: LossRecipe | None) -> No
         buffer = TensorOperand(model.get_buffer(recipe.transform.bias))
         expected = with_operands(expected, lambda probed: buffer)
     seen, known = (tuple(one for one in changes if one[0] not in SELECTIONS) for changes in (logits.changes, expected))
-    if seen != known:
+    # Labels shift logits by slices of tokens, in calls that have some.
+    by_tensors = tuple(one for one in logits.changes if "tensor" in one or "indices" in one)
+    if logits.shape[-1] != vocab_size or by_tensors:
+        seen = seen or by_tensors or logits.changes
+    if seen != known or logits.shape[-1] != vocab_size:
         before = "expected nothing" if recipe is None else f"but {listed(known)} when it was wrapped"
         raise LigerDistError(
             f"the teacher {name} did {listed(seen)} to its logits, {before}, which is what the divergence was computed "

@@ -323,6 +323,18 @@ def _is_of_framework(hook: Any) -> bool:
     return module.startswith(_FRAMEWORKS)
 
 
+def _is_mask_of_tokens(item: Tensor, before: tuple[Any, ...], shape: torch.Size) -> bool:
+    """True for a mask that selects tokens in their order, and no classes.
+
+    Args:
+        before: indices of the dimensions before it.
+    """
+    if item.dtype != torch.bool or any(one is Ellipsis for one in before):
+        return False
+    dims = sum(one.dim() if isinstance(one, Tensor) and one.dtype == torch.bool else one is not None for one in before)
+    return dims + item.dim() < len(shape) or item.shape[-1:] == (1,)
+
+
 def _at_any_length(name: str, operands: tuple[Any, ...], shape: torch.Size) -> tuple[tuple[Any, ...], bool]:
     """Describes a selection from logits ``[..., 0]`` of ``shape`` as it is at any length of the sequences, and whether
     a slice asked for more than there is."""
@@ -335,9 +347,13 @@ def _at_any_length(name: str, operands: tuple[Any, ...], shape: torch.Size) -> t
     is_clipped = False
     for place, item in enumerate(index):
         if not isinstance(item, slice) or place >= len(shape):
-            found.append("tensor" if isinstance(item, Tensor) else "..." if item is Ellipsis else item)
+            is_mask = isinstance(item, Tensor) and _is_mask_of_tokens(item, index[:place], shape)
+            word = "tensor" if is_mask else "indices"
+            found.append(word if isinstance(item, Tensor) else "..." if item is Ellipsis else item)
             continue
-        size, first, last = shape[place], item.start or 0, item.stop
+        # After an ellipsis from the end.
+        at = place - len(index) if any(one is Ellipsis for one in index[:place]) else place
+        size, first, last = shape[at], item.start or 0, item.stop
         # Numbers from the end stay as they are, others are counted from the nearer end.
         is_clipped |= -first > size > 0 or (last is not None and last > size > 0)
         begin = "" if first == 0 or -first >= size else str(first)

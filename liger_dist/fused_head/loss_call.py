@@ -420,7 +420,16 @@ class PendingLoss:
         return replace(recipe, changes=with_operands(recipe.changes, lambda probed: buffer))
 
     def take(self, logits: FusedLogits) -> Tensor:
-        """Returns the loss where this library's own code has called lm_head."""
+        """Returns the loss where this library's own code has called lm_head.
+
+        Raises:
+            LigerDistError: a hook has changed the logits.
+        """
+        if logits.changes or not logits.runs_only_frameworks():
+            raise LigerDistError(
+                f"a hook did {listed(logits.changes)} to logits of {self.call.model_name} for further tokens, which "
+                "were never computed; remove it."
+            )
         self.delivered = True
         loss, *_ = _LogitsToLoss.apply(logits.as_subclass(Tensor), self)  # type: ignore[no-untyped-call]
         return cast(Tensor, loss)

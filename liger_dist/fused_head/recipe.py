@@ -113,7 +113,7 @@ _SHIFTS: dict[Targets, str] = {
 
 
 def selects_by_tensor(changes: tuple[tuple[Any, ...], ...]) -> bool:
-    """True if logits were selected by a mask or by indices that are tensors."""
+    """True if logits were selected by a mask of tokens."""
     return len(_at_places(changes)) < len(changes)
 
 

@@ -171,12 +171,14 @@ def note_eager(config: Any) -> None:
 
 def _gives_weights(module: nn.Module) -> bool:
     """True if a forward hook of a user may read the weights of attention that was eager."""
-    if not module._forward_hooks:
+    everywhere = nn.modules.module._global_forward_hooks
+    if not (module._forward_hooks or everywhere or "forward" in vars(module)):
         return False
     noted = _WAS_EAGER.get(id(getattr(module, "config", None)))
     if noted is None or noted() is not module.config:
         return False
-    return any(not is_of_framework(hook) and not _is_of_transformers(hook) for hook in module._forward_hooks.values())
+    readers = [*module._forward_hooks.values(), *everywhere.values(), *filter(None, [vars(module).get("forward")])]
+    return any(not is_of_framework(reader) and not _is_of_transformers(reader) for reader in readers)
 
 
 def _is_of_transformers(hook: Any) -> bool:

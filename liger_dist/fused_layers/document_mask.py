@@ -123,7 +123,8 @@ def document_mask(**arguments: Any) -> DocumentMask | Tensor | None:
     is_packed = documents is not None and documents.is_packed
     if is_sliced or is_packed:
         of_transformers = of_transformers | {"allow_is_causal_skip": False}
-    is_plain = is_simple or _is_causal_within_documents(arguments["mask_function"])
+    # A chunked mask may be skipped as a causal one in short rows.
+    is_plain = _is_causal_within_documents(arguments["mask_function"])
     if documents is not None and (is_packed or given is not None) and is_plain and _has_documents(arguments):
         mask = _of_call(documents, arguments)
         if mask is not None and not (mask.is_plain and not is_simple and not is_packed):

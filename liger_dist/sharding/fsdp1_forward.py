@@ -101,10 +101,10 @@ class EarlierGraphs:
             return
         earlier = self._nodes.setdefault(id(flat), [])
         earlier.append(state[0])
-        before = tuple(earlier)
+        before = len(earlier)
 
         def reduce(*gradients: Any) -> None:
-            if not any(map(torch._C._will_engine_execute_node, before)):
+            if not any(map(torch._C._will_engine_execute_node, earlier[:before])):
                 _post_backward_hook(unit, handle, *gradients)
 
         flat._post_backward_hook_state = (node, node.register_hook(reduce))

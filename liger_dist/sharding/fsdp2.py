@@ -38,7 +38,7 @@ from liger_dist.model.structure import Structure, input_embedding, stored_parame
 from . import encoders
 from .base import DataParallel, Facts, FullWeight, Initializer, ShardingAdapter, Storage
 from .float8 import Recipe, check_float8, convert, numbers_of_experts, precompute_scales
-from .fsdp2_forward import ROOT, param_groups, unreduced_gradients
+from .fsdp2_forward import ROOT, param_groups, unreduced_gradients, unshard_in_backward
 from .fsdp_options import FullySharded, cast_inputs, shares_parameters
 from .loading import LoadedShards
 from .materialize import materialize
@@ -246,6 +246,7 @@ class FSDP2(FullySharded):
             # Its backward follows its forward immediately: resharding in between would only all-gather it twice.
             loaded.gather(*tail)
             fully_shard(tail, reshard_after_forward=False, **options)
+            tail[0].register_forward_hook(unshard_in_backward)
         # The root's inputs are cast by a hook instead, which leaves the arguments of the loss alone.
         options["mp_policy"] = replace(options["mp_policy"], cast_forward_inputs=False)
         loaded.gather(root)

@@ -3,6 +3,7 @@ of which only a part ran."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -66,6 +67,20 @@ def finish_forward(root: object) -> None:
             state._modules_to_run_forward.clear()
             for paused in (state, *groups_of(state)):
                 paused._training_state = type(paused._training_state).IDLE
+
+
+def unshard_in_backward(norm: nn.Module, args: Any, output: Any) -> None:
+    """Forward hook of a norm in one group with lm_head. FSDP2 unshards a group in the backward of the output of its
+    last module: a backward of hidden states alone, after another one has resharded the group, would read freed
+    weights."""
+    if isinstance(output, Tensor) and output.requires_grad and torch.is_grad_enabled():
+        output.register_hook(functools.partial(_unshard_again, norm))
+
+
+def _unshard_again(norm: Any, gradient: Tensor) -> None:
+    state = norm._get_fsdp_state()
+    if not all(group.is_unsharded for group in groups_of(state)):
+        state._pre_backward(gradient)
 
 
 def abandon_forward(model: nn.Module) -> None:

@@ -75,10 +75,13 @@ class ReentrantLayers:
 
 def layers_in_shared_units(root: nn.Module) -> list[nn.Module]:
     """Returns layers that transformers can checkpoint and that share a unit of FSDP1, as those do whose frozen
-    parameters are replicated and whose adapters are in the unit of the root."""
+    parameters are replicated and whose adapters are in the unit of the root; none where nothing is sharded."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    own = {without_fsdp1(unit) for unit in root.modules() if isinstance(unit, FullyShardedDataParallel)}
+    units = [unit for unit in root.modules() if isinstance(unit, FullyShardedDataParallel)]
+    if not any(unit._handle is not None and unit._handle.uses_sharded_strategy for unit in units):
+        return []
+    own = set(map(without_fsdp1, units))
     return [m for m in root.modules() if isinstance(m, GradientCheckpointingLayer) and m not in own]
 
 

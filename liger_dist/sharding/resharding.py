@@ -255,7 +255,10 @@ class _Root(BeforeStep):
         """
         if not any(rows.unreduced for rows in self._row_shards.values()):
             return
-        if all(float(group.get("lr", 1.0)) == 0.0 for group in optimizer.param_groups):
+        groups = optimizer.param_groups
+        if all(float(group.get("lr", 1.0)) == 0.0 for group in groups) and not any(
+            bool(p.grad.any()) for group in groups for p in group["params"] if p.grad is not None
+        ):
             return  # torch makes the state of an optimizer by such a step, to save it.
         own = {id(parameter) for parameter in self.module.parameters()}
         if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):

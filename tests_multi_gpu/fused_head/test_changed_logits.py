@@ -7,9 +7,10 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import on_device
 import pytest
 import torch
-from models import VOCAB_SIZE, make_batch, make_config
+from models import VOCAB_SIZE, make_batch, make_config, make_model
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
@@ -182,3 +183,23 @@ def test_a_tensor_of_the_same_values_is_computed(change: Any, dtype: torch.dtype
         losses = [model(**make_batch(step)).loss.float() for model in (wrapped, own)]
         assert relative_error(*losses) < (1e-5 if dtype == torch.float32 else 2e-2)
     assert isinstance(wrapped.lm_head, nn.Linear)
+
+
+BACK = on_device.arange(100, -1, -1)
+SELECTIONS_BY_HOOKS: dict[str, Any] = {
+    "classes permuted": lambda logits: logits[..., BACK],
+    "classes by index_select": lambda logits: logits.index_select(-1, BACK),
+    "classes by a mask": lambda logits: logits[..., BACK < 90],
+    "classes cut": lambda logits: logits[..., :90],
+    "first class cut": lambda logits: logits[..., 1:],
+    "tokens reversed": lambda logits: logits[:, BACK[-12:]],
+}
+
+
+@pytest.mark.parametrize("name", SELECTIONS_BY_HOOKS)
+def test_selections_of_a_hook_after_wrap_are_refused(name: str) -> None:
+    model: Any = liger_dist.wrap(make_model("llama"), "none")
+    assert model(**make_batch(0)).loss > 0
+    model.lm_head.register_forward_hook(lambda module, args, output: SELECTIONS_BY_HOOKS[name](output))
+    with pytest.raises(liger_dist.LigerDistError, match=r"did (getitem|index_select)"):
+        model(**make_batch(0))

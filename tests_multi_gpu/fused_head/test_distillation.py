@@ -595,6 +595,16 @@ def test_the_models_own_label_smoothing_is_not_in_the_hard_loss() -> None:
     assert relative_error(student(**batch).loss, expected) > 1e-3
 
 
+BACK = on_device.arange(100, -1, -1)
+
+
+def selected(index: Any, sentence: str) -> tuple[str, Any, str]:
+    def change(model: Any) -> None:
+        model.lm_head.register_forward_hook(lambda module, args, output: output[index])
+
+    return "llama", change, sentence
+
+
 def scaled_output(model: Any) -> None:
     own = model.forward
 
@@ -626,6 +636,10 @@ TEACHERS: dict[str, tuple[str, Any, str]] = {
     "no softcap": ("gemma2", lambda model: setattr(model.config, "final_logit_softcapping", None), "did nothing to"),
     "a hook scales": ("llama", lambda model: scaled_by_a_hook(model.lm_head), "did mul 0.3 to its logits, but nothing"),
     "a hook masks": ("llama", lambda model: masked_by_a_hook(model.lm_head), "reads its logits, or a hook does"),
+    "a hook cuts classes": selected((..., slice(60)), "did getitem"),
+    "a hook cuts the first class": selected((..., slice(1, None)), "did getitem"),
+    "a hook permutes classes": selected((..., BACK), "indices to its logits"),
+    "a hook permutes tokens": selected((slice(None), BACK[-12:]), "indices to its logits"),
     "patched head": ("llama", lambda model: patched_head(model.lm_head), "lm_head of the teacher .* has been patched"),
     "patched model": ("llama", scaled_output, "did mul 0.3 to its logits"),
     "a hook of a saved copy": ("saved", lambda model: scaled_by_a_hook(model.lm_head), "did mul 0.3 to its logits"),

@@ -394,3 +394,17 @@ def test_a_model_that_changes_its_own_loss(change: Any, tied: bool) -> None:
     errors = gradient_errors(model, reference)
     # The model's own loss goes through fp32.
     assert max(errors.values()) < 1e-5, errors
+
+
+def test_a_hook_that_changes_logits_of_further_tokens_is_refused() -> None:
+    model: Any = make_mtp()
+    liger_dist.wrap(model, "none")
+    calls: list[int] = []
+
+    def scale(module: Any, args: Any, output: Tensor) -> Tensor | None:
+        calls.append(1)
+        return output * 1.3 if len(calls) > 1 else None
+
+    model.lm_head.register_forward_hook(scale)
+    with pytest.raises(liger_dist.LigerDistError, match="for further tokens, which were never computed"):
+        model(**make_batch(0))

@@ -527,3 +527,26 @@ def test_lengths_that_are_rewritten_are_read_anew(write: str, where: str) -> Non
     WRITES[write](buffer, [0, 9, 12])
     found.append(loss(buffer))
     assert found == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("padding", [0, 4])
+def test_chunks_shorter_than_a_row_with_a_mask(padding: int) -> None:
+    """Llama 4's chunks are no sliding window."""
+    from families import build, families
+
+    family = next(one for one in families() if one.mapping == "causal" and one.name == "llama4_text")
+    model: Any = build(family).to(compute_device()).double()
+    chunk = model.config.attention_chunk_size
+    ids = on_device.randint(1, 60, (2, 3 * chunk), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    if padding:
+        mask[0, -padding:] = 0
+    batch = {"input_ids": ids, "labels": ids.masked_fill(mask == 0, -100), "attention_mask": mask}
+    found = []
+    for is_wrapped in (False, True):
+        one = copy.deepcopy(model)
+        one = liger_dist.wrap(one, "none") if is_wrapped else one
+        loss = one(**batch, use_cache=False).loss
+        loss.backward()
+        found.append([float(loss.detach()), *(float(p.grad.norm()) for p in one.parameters() if p.grad is not None)])
+    assert found[1] == pytest.approx(found[0], rel=1e-5)

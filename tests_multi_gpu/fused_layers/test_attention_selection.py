@@ -83,22 +83,48 @@ def test_attention_is_selected_in_stock_models() -> None:
 
 
 @pytest.mark.parametrize("rows", ["texts", "packed"])
-@pytest.mark.parametrize("change", ["nothing", "copied", "pickled"])
+@pytest.mark.parametrize("change", ["nothing", "copied", "pickled", "a global hook", "a patched forward"])
 def test_hooks_of_eager_attention_read_its_weights(change: str, rows: str) -> None:
     """As penalties on the entropy of attention do."""
     found = []
     for is_wrapped in (True, False):
         model = build("eager")
         model = liger_dist.wrap(model, "none") if is_wrapped else model
-        if change != "nothing":
+        if change in ("copied", "pickled"):
             model = copy.deepcopy(model) if change == "copied" else pickle.loads(pickle.dumps(model))
         weights: list[Any] = []
+        handles = []
         for layer in model.model.layers:
-            layer.self_attn.register_forward_hook(lambda module, args, output, to=weights: to.append(output[1]))
+            if change == "a patched forward":
+                layer.self_attn.forward = noting(layer.self_attn.forward, weights)
+            elif change != "a global hook":
+                layer.self_attn.register_forward_hook(lambda module, args, output, to=weights: to.append(output[1]))
+        if change == "a global hook":
+            attention = [layer.self_attn for layer in model.model.layers]
+            handles.append(nn.modules.module.register_module_forward_hook(noting_of(attention, weights)))
         loss = model(**make_batch(0, rows=rows), use_cache=False).loss
+        for handle in handles:
+            handle.remove()
         (loss + 0.1 * sum((one.clamp_min(1e-9).log() * one).sum() for one in weights)).backward()
         found.append([float(loss.detach()), *(float(p.grad.norm()) for p in model.parameters())])
     assert found[0] == pytest.approx(found[1], rel=1e-4)
+
+
+def noting_of(modules: list[nn.Module], to: list[Any]) -> Any:
+    def note(module: nn.Module, args: Any, output: Any) -> None:
+        if any(module is one for one in modules):
+            to.append(output[1])
+
+    return note
+
+
+def noting(forward: Any, to: list[Any]) -> Any:
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        to.append(output[1])
+        return output
+
+    return noted
 
 
 def build(attention: str) -> Any:

@@ -30,16 +30,18 @@ from liger_dist_train import model as model_module
 from liger_dist_train.config import TrainConfig
 from liger_dist_train.data_loader import find_tokenization, load_data
 from liger_dist_train.dataset import Piece
-from liger_dist_train.export import export
+from liger_dist_train.export import _to_dtype, export
 from liger_dist_train.fault_tolerance import bytes_begun
 from liger_dist_train.hub import dataset_name
 from liger_dist_train.optimizer import (
     Ema,
     ShardedMuon,
     decayed_parameters,
+    kinds_of,
     make_optimizer,
     make_schedule,
     matrices_of_layers,
+    orthogonal,
 )
 from liger_dist_train.parallel_dims import parallel_dims_of
 from liger_dist_train.run import train
@@ -54,9 +56,9 @@ def train_with_broken_steps(config: TrainConfig) -> None:
     """The labels of two steps are weighed by NaN, as a bad device or an overflow would make of them."""
     own = Trainer._loss
 
-    def broken(trainer: Trainer, *given: Any) -> torch.Tensor:
+    def broken(trainer: Trainer, *given: Any, **named: Any) -> torch.Tensor:
         is_broken = torch.is_grad_enabled() and trainer.progress.step + 1 in SKIPPED
-        return own(trainer, *given) * (math.nan if is_broken else 1.0)
+        return own(trainer, *given, **named) * (math.nan if is_broken else 1.0)
 
     with mock.patch.object(Trainer, "_loss", broken):
         train(config)
@@ -536,3 +538,108 @@ def test_the_warm_up_fits_the_run() -> None:
         return rates.index(max(rates))
 
     assert [peak_step(steps) for steps in (5, 10, 50, 200, 1000)] == [0, 1, 5, 20, 20]
+
+
+def small_of(kind: str) -> Any:
+    from transformers import AutoModelForCausalLM, Glm4MoeConfig, GptOssConfig, MambaConfig, Qwen3MoeConfig
+
+    sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 32}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    configs = {
+        "gpt_oss": lambda: GptOssConfig(**sizes, **heads, num_local_experts=4, num_experts_per_tok=2),
+        "mamba": lambda: MambaConfig(**sizes, state_size=8),
+        "qwen3_moe": lambda: Qwen3MoeConfig(**sizes, **heads, **experts),
+        "glm4_moe": lambda: Glm4MoeConfig(
+            **sizes,
+            **heads,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=16,
+            first_k_dense_replace=1,
+        ),
+    }
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(configs[kind]())
+
+
+KINDS_OF_PARAMETERS = {
+    "gpt_oss": {
+        "mlp.experts.gate_up_proj": "matrices",
+        "mlp.experts.gate_up_proj_bias": "vector",
+        "mlp.router.weight": "matrix",
+        "self_attn.sinks": "vector",
+        "self_attn.q_proj.weight": "matrix",
+    },
+    "mamba": {
+        "mixer.A_log": "state",
+        "mixer.D": "vector",
+        "mixer.conv1d.weight": "filter",
+        "mixer.in_proj.weight": "matrix",
+    },
+    "qwen3_moe": {"mlp.experts.gate_up_proj": "matrices", "mlp.gate.weight": "matrix"},
+}
+
+
+@pytest.mark.parametrize("family", KINDS_OF_PARAMETERS)
+def test_what_a_parameter_is(family: str) -> None:
+    kinds = kinds_of(small_of(family))
+    for name, kind in KINDS_OF_PARAMETERS[family].items():
+        (found,) = {of for path, of in kinds.items() if path.endswith(f"layers.0.{name}")}
+        assert found == kind, name
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("family", ["gpt_oss", "mamba", "qwen3_moe"])
+def test_no_vector_or_state_decays_and_experts_are_apart(family: str, optimizer: str) -> None:
+    """Without gradients only matrices and filters move; an expert's step does not depend on another's gradient."""
+    config = TrainConfig(model="", optimizer=optimizer, learning_rate=0.1)
+    steps = []
+    for scale in (0.0, 1.0, 100.0):
+        model = small_of(family).cpu()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.1)
+        kinds = kinds_of(model)
+        optimizer_of = make_optimizer(
+            model, config, decayed_parameters(model, config), matrices_of_layers(model, config)
+        )
+        before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        generator = torch.Generator().manual_seed(1)
+        for parameter in model.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator, device="cpu") * (1.0 if scale else 0.0)
+            parameter.grad[1:] *= scale
+        optimizer_of.step()
+        moved = {name: parameter.detach() - before[name] for name, parameter in model.named_parameters()}
+        steps.append(moved)
+    for name, step in steps[0].items():
+        assert bool(step.any()) == (kinds[name] not in ("vector", "state")), name
+    experts = [name for name in steps[1] if ".experts." in name]
+    assert bool(experts) == (family != "mamba")
+    for name in experts:
+        assert kinds[name] in ("matrices", "vector")
+        torch.testing.assert_close(steps[1][name][0], steps[2][name][0], msg=name)
+
+
+def test_muon_of_a_stack_is_muon_of_each_matrix() -> None:
+    stack = torch.randn(3, 8, 5, generator=torch.Generator().manual_seed(0), device="cpu")
+    apart = torch.stack([orthogonal(matrix) for matrix in stack])
+    torch.testing.assert_close(orthogonal(stack), apart, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_an_export_keeps_in_fp32_what_transformers_does(dtype: str, tmp_path: Path) -> None:
+    model = small_of("glm4_moe")
+    names = [name for name, _ in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    assert names
+    with torch.no_grad():
+        for name in names:
+            model.get_buffer(name).copy_(7.13 + torch.rand(4, device="cpu") / 100)
+    before = {name: model.get_buffer(name).clone() for name in names}
+    _to_dtype(model, getattr(torch, dtype))
+    model.save_pretrained(tmp_path)
+    loaded: Any = type(model).from_pretrained(tmp_path, dtype=getattr(torch, dtype))
+    for name in names:
+        assert torch.equal(loaded.get_buffer(name), before[name])
+    others = [p for name, p in loaded.named_parameters() if not name.endswith(("gate.weight", "correction_bias"))]
+    assert {parameter.dtype for parameter in others} == {getattr(torch, dtype)}

@@ -253,7 +253,10 @@ def test_keys_of_other_rows_are_not_learned_as_null(tokenizer: Any) -> None:
     plain = [{"name": "weather", "arguments": {"city": "Paris", "days": [{"n": 1}]}}]
     for calls, expected in ((CALLS, CALLS), (TABLE, plain)):
         turns = [TURNS[0], {"role": "assistant", "content": None, "tool_calls": calls}]
-        assert learned(shown, {"messages": turns}) == json.dumps(expected[0]) + "<|end|>"
+        of_function = expected[0].get("function", expected[0])
+        assert (
+            learned(shown, {"messages": turns}) == json.dumps({"type": "function", "function": of_function}) + "<|end|>"
+        )
 
 
 def test_a_completion_is_encoded_after_its_prompt(tokenizer: Any) -> None:
@@ -367,7 +370,7 @@ def test_a_bad_row_says_what_is_wrong(values: dict[str, Any], words: str, tokeni
 def test_a_template_that_rewrites_history_is_refused(tokenizer: Any, tmp_path: Path) -> None:
     tokenizer.save_pretrained(tmp_path)
     own = load_tokenizer(tmp_path)
-    own.chat_template = "{{ messages | length }}" + own.chat_template
+    own.chat_template = "{{ messages | length }}" + own.chat_template.replace("tools", "no_tools")
     assert "writes differently" in encoded(own, {"messages": TURNS})["reason"]
     own.chat_template = "{{ raise_exception('no user turn') }}"
     assert "is refused by the chat template: no user turn" in encoded(own, {"messages": TURNS})["reason"]

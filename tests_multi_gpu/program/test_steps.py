@@ -57,8 +57,8 @@ def broken_on_rank_one(config: TrainConfig) -> list[str]:
     sentences: list[str] = []
     updates = 0
 
-    def broken_loss(self: Trainer, batch: Any, num_items: Any, *rest: Any) -> Any:
-        loss = own_loss(self, batch, num_items, *rest)
+    def broken_loss(self: Trainer, batch: Any, num_items: Any, *rest: Any, **named: Any) -> Any:
+        loss = own_loss(self, batch, num_items, *rest, **named)
         is_third = self.progress.step == 2 and torch.is_grad_enabled()
         return loss * float("nan") if is_third and rank() == 1 else loss
 

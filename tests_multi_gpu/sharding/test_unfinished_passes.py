@@ -291,6 +291,41 @@ def hidden_mean(model: Any, rank: int) -> Tensor:
     return hidden.square().mean()
 
 
+LATER: dict[str, Callable[[Callable[[int], Any]], Any]] = {
+    "hidden states, then a loss": lambda call: call(0).hidden_states[-1].square().mean() + call(1).loss,
+    "two hidden states": lambda call: (
+        call(0).hidden_states[-1].square().mean() + call(1).hidden_states[-1].abs().mean()
+    ),
+    "loss, then hidden states": lambda call: call(0).loss + call(1).hidden_states[-1].square().mean(),
+}
+
+
+@pytest.mark.nightly(layout=["fsdp2, not resharded", "fsdp2, replicas"])
+@pytest.mark.parametrize("layout", ["fsdp2", "fsdp2, not resharded", "fsdp2, replicas", "vocab-parallel"])
+def test_hidden_states_of_a_forward_beside_a_later_one(layout: str, workers_2: Workers) -> None:
+    """With one backward of both, as of embeddings and losses."""
+    for found in workers_2.run(errors_of_later, layout):
+        assert {order: error for order, error in found.items() if not error < 1e-7} == {}
+
+
+def errors_of_later(layout: str) -> dict[str, float]:
+    found = {}
+    for order, run in LATER.items():
+        truth, model = both(layout)
+        own, optimizer = optimizer_of(truth), optimizer_of(model)
+        for _ in range(2):
+            run(lambda n, m=model: m(**batch(n), output_hidden_states=True)).backward()  # type: ignore[misc]
+
+            def of(one: Any, rank: int, run: Any = run) -> Tensor:
+                loss: Tensor = run(lambda n: one(**batch(n, rank), output_hidden_states=True, use_cache=False))
+                return loss
+
+            true_loss(truth, of).backward()
+            own.step(), own.zero_grad(), optimizer.step(), optimizer.zero_grad()
+        found[order] = weight_errors(model, truth)
+    return found
+
+
 # --- steps with a closure, and states of optimizers -------------------------------------------------------------------
 
 
@@ -334,6 +369,27 @@ def step_with_closure(what: str) -> float:
 def test_rows_that_a_closure_does_not_sum_are_refused(workers_2: Workers) -> None:
     for sentence in workers_2.run(closure_without_sum):
         assert "that no backward has summed over the replicas" in sentence
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.0])
+def test_rows_that_are_not_summed_are_refused_at_any_rate(rate: float, workers_2: Workers) -> None:
+    """Also in the first step of a warm-up."""
+    for sentence in workers_2.run(step_without_sum, rate):
+        assert "that no backward has summed over the replicas" in sentence
+
+
+def step_without_sum(rate: float) -> str:
+    options = liger_dist.FSDP2(reduce_dtype=torch.float64, lm_head="vocab_parallel", mesh=(2, 1))
+    model: Any = liger_dist.wrap(make_model("llama"), options)
+    model.set_requires_gradient_sync(False)
+    model(**batch(0)).loss.backward()
+    model.set_requires_gradient_sync(True)
+    model.lm_head.requires_grad_(False)
+    model(**batch(1)).loss.backward()
+    model.lm_head.requires_grad_(True)
+    with pytest.raises(liger_dist.LigerDistError) as caught:
+        torch.optim.SGD(model.parameters(), lr=rate).step()
+    return str(caught.value)
 
 
 def closure_without_sum() -> str:
