@@ -139,6 +139,9 @@ def _write(model: Any, beside: Path, to: Path, *, adapter: bool) -> None:
     partial = to.with_name(f"{to.name}.partial")
     if partial.exists():
         raise LigerDistError(f"{partial} is in the way, perhaps of an export that was cut off; remove it.")
+    if not adapter and (beside / GENERATION_CONFIG_NAME).is_file():
+        # That file is copied as it is: transformers reads settings that it refuses to write.
+        model.generation_config = GenerationConfig()
     try:
         model.save_pretrained(partial, **({} if adapter else {"max_shard_size": "5GB"}))
         shutil.copytree(
@@ -154,6 +157,10 @@ def _write(model: Any, beside: Path, to: Path, *, adapter: bool) -> None:
         raise LigerDistError(
             f"{to} cannot be written: {error}; make room, or give another folder with --to."
         ) from error
+    except BaseException:
+        # It would be in the way of the next one.
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 def _filled(model: Any, weights: dict[str, Any], path: Path, *, has_lora: bool, merge: bool) -> Any:

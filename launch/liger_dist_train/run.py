@@ -428,13 +428,14 @@ def _write_model(folder: Path, model_config: Any, tokenizer: Any, pretrained: Pa
 
 
 def _stop_at(end_of_turn: int | None, folder: Path, tokenizer: Any) -> None:
-    """Adds the token that ends an answer to those that end what is generated."""
-    has_settings = (folder / GENERATION_CONFIG_NAME).is_file()
-    settings = GenerationConfig.from_pretrained(folder, local_files_only=True) if has_settings else GenerationConfig()
-    known = settings.eos_token_id if settings.eos_token_id is not None else tokenizer.eos_token_id
+    """Adds the token that ends an answer to those that end what is generated. The other settings stay as they are:
+    transformers reads some that it refuses to write, such as a temperature without do_sample."""
+    path = folder / GENERATION_CONFIG_NAME
+    settings = json.loads(path.read_text()) if path.is_file() else GenerationConfig().to_diff_dict()
+    known = settings["eos_token_id"] if settings.get("eos_token_id") is not None else tokenizer.eos_token_id
     ends = [*known] if isinstance(known, list) else [known]
-    settings.eos_token_id = ends if end_of_turn in ends else [*ends, end_of_turn]
-    settings.save_pretrained(folder)
+    settings["eos_token_id"] = ends if end_of_turn in ends else [*ends, end_of_turn]
+    path.write_text(json.dumps(settings, indent=2) + "\n")
 
 
 def _plan(config: TrainConfig) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from demo.make_tokenizer import CHAT_TEMPLATE
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from training_runs import config_for
-from transformers import GenerationConfig, PreTrainedTokenizerFast
+from training_runs import config_for, write_base
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from liger_dist_train.chat_template import GENERATION, ChatTemplate
 from liger_dist_train.config import TrainConfig
@@ -418,3 +418,21 @@ def test_a_developer_is_a_system_where_the_template_has_none() -> None:
         (ids,) = Encoder(tokenizer_for("qwen2_5"), Format(), 268)(row_of(turns))["ids"]
         found.append(list(ids))
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("settings", [{"temperature": 0.9, "top_p": 0.6}, {"pad_token_id": -1}])
+def test_generation_settings_that_transformers_does_not_write(
+    settings: dict[str, Any], data: Path, cache: Path, tmp_path: Path
+) -> None:
+    """It reads them: they are in the export as the base has them, with the token that ends an answer."""
+    base = write_base(cache, tmp_path / "base")
+    tokenizer: Any = AutoTokenizer.from_pretrained(base)
+    tokenizer.chat_template = TEMPLATES["demo"].replace("<|end|>", "<|user|>")
+    tokenizer.save_pretrained(base)
+    (base / "generation_config.json").write_text(json.dumps(settings))
+    changes: dict[str, Any] = {"model": str(base), "tokenizer": None, "steps": 1, "eval_fraction": 0.0}
+    train(config_for(data, tmp_path / "cache", tmp_path / "run", **changes))
+    export(tmp_path / "run", tmp_path / "model", step=None)
+    found = json.loads((tmp_path / "model" / "generation_config.json").read_text())
+    assert settings.items() <= found.items()
+    assert tokenizer.convert_tokens_to_ids("<|user|>") in found["eos_token_id"]
