@@ -370,7 +370,7 @@ def test_a_bad_row_says_what_is_wrong(values: dict[str, Any], words: str, tokeni
 def test_a_template_that_rewrites_history_is_refused(tokenizer: Any, tmp_path: Path) -> None:
     tokenizer.save_pretrained(tmp_path)
     own = load_tokenizer(tmp_path)
-    own.chat_template = "{{ messages | length }}" + own.chat_template.replace("tools", "no_tools")
+    own.chat_template = "{{ messages | length }}" + own.chat_template
     assert "writes differently" in encoded(own, {"messages": TURNS})["reason"]
     own.chat_template = "{{ raise_exception('no user turn') }}"
     assert "is refused by the chat template: no user turn" in encoded(own, {"messages": TURNS})["reason"]
@@ -385,7 +385,9 @@ def test_tools_reach_the_template(tokenizer: Any, tmp_path: Path) -> None:
     tools = [{"type": "function", "function": {"name": "there", "parameters": {}}}]
     assert own.decode(encoded(own, {"messages": TURNS, "tools": ""})["ids"]).startswith("<|user|>")
     for given in (tools, json.dumps(tools)):
-        assert own.decode(encoded(own, {"messages": TURNS, "tools": given})["ids"]).startswith("there<|user|>")
+        text = own.decode(encoded(own, {"messages": TURNS, "tools": given})["ids"])
+        assert text.startswith("there<|system|>[{")
+        assert '"name": "there"' in text
 
 
 @pytest.mark.parametrize(
