@@ -33,6 +33,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "experts_implementation": "eager",
     },
 }
+FURTHER: dict[str, dict[str, Any]] = {
+    "Qwen3, norms of heads": {"model_type": "qwen3", "num_key_value_heads": 2},
+    "OLMo 2, norms after layers": {"model_type": "olmo2", "num_key_value_heads": 4},
+    "SmolLM3, layers without positions": {
+        "model_type": "smollm3",
+        "num_key_value_heads": 2,
+        "no_rope_layers": [1, 0],
+        "pad_token_id": 0,
+    },
+    "Granite, scaled logits": {"model_type": "granite", "num_key_value_heads": 2, "logits_scaling": 4.0},
+}
+"""of packed rows alone"""
 MESHES: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
     "sp 2": ((2,), ("sp",)),
     "sp 4": ((4,), ("sp",)),
@@ -55,7 +67,7 @@ def build(family: str, *, tied: bool = False) -> Any:
         max_position_embeddings=64,
         initializer_range=0.3,
         tie_word_embeddings=tied,
-        **FAMILIES[family],
+        **(FAMILIES | FURTHER)[family],
     )
     return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32).to(
         compute_device()
@@ -147,6 +159,13 @@ def test_two_parts(family: str, rows: str, workers_2: Workers) -> None:
 
 
 @pytest.mark.cover("values")
+@pytest.mark.nightly(family=list(FURTHER)[1:])
+@pytest.mark.parametrize("rows", ["packed", "packed, by lengths"])
+@pytest.mark.parametrize("family", FURTHER)
+def test_packed_rows_of_further_families(family: str, rows: str, workers_2: Workers) -> None:
+    assert_exact(workers_2.run(errors_of_a_step, "sp 2", family, rows))
+
+
 @pytest.mark.parametrize("rows", ["packed", "prompt"])
 @pytest.mark.parametrize("mesh", ["sp 4", "shard 2, sp 2", "replicate 2, shard 1, sp 2"])
 def test_four_ranks(mesh: str, rows: str, workers_4: Workers) -> None:
