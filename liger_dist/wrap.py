@@ -397,8 +397,8 @@ def _fuse(
             compiled=_compiled_layers(found.structure, strategy),
         )
     refuse_merged_weights(model, strategy.name)
-    packing = found.packing
-    attention = select_attention(found.structure.decoder, packing.wanted, packing.attention_reason)
+    packing, decoder = found.packing, found.structure.decoder
+    attention = select_attention(decoder, packing.wanted, packing.attention_reason)
     undo.callback(attention.restore)
     hooks: list[RemovableHandle] = [*packing.install(outer, model, found.structure, attention)]
     if packing.recurrent is not None:
@@ -407,7 +407,7 @@ def _fuse(
         convolutions, left = packing.recurrent.convolutions(model)
         layers = replace(layers, swapped=(*layers.swapped, *convolutions.items()), left=(*layers.left, *left.items()))
     if _shards_sequences(strategy):
-        hooks.append(guard_decoder(found.structure.decoder))
+        hooks.append(guard_decoder(decoder))
     loss.warnings.replaced_attention = attention.own
     record = Wrapped(
         structure=found.structure,

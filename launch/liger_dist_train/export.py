@@ -151,16 +151,14 @@ def _write(model: Any, beside: Path, to: Path, *, adapter: bool) -> None:
             ignore=shutil.ignore_patterns("config.json", *([GENERATION_CONFIG_NAME] if adapter else [])),
         )
         partial.rename(to)
-    except (OSError, SafetensorError) as error:
-        # It would take the room that is missing.
+    except BaseException as error:
+        # It would take the room that is missing, and be in the way of the next one.
         shutil.rmtree(partial, ignore_errors=True)
+        if not isinstance(error, OSError | SafetensorError):
+            raise
         raise LigerDistError(
             f"{to} cannot be written: {error}; make room, or give another folder with --to."
         ) from error
-    except BaseException:
-        # It would be in the way of the next one.
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
 
 
 def _filled(model: Any, weights: dict[str, Any], path: Path, *, has_lora: bool, merge: bool) -> Any:

@@ -331,7 +331,7 @@ def errors_of_later(layout: str) -> dict[str, float]:
 
 @pytest.mark.parametrize("what", ["closure", "closure by keyword", "state"])
 def test_rows_are_summed_over_replicas_in_a_closure(what: str, workers_2: Workers) -> None:
-    """The last backward of a step is in its closure; torch makes the state of an optimizer by a step of its own."""
+    """The last backward of a step is in its closure; torch makes the state of an optimizer in a step of rate 0."""
     for error in workers_2.run(step_with_closure, what):
         assert error < 1e-8
 
