@@ -209,6 +209,13 @@ def collate(
     return {name: torch.from_numpy(values) for name, values in batch.items()}
 
 
+def token_mask(sequences: Sequence[list[Piece]], rows: int, length: int) -> Tensor | None:
+    """Marks what is not padding in the batch of :func:`collate`: bool ``[rows, length]``; None without padding."""
+    lengths = torch.tensor([sum(len(piece.ids) for piece in pieces) for pieces in sequences], dtype=torch.int64)
+    lengths = torch.nn.functional.pad(lengths, (0, rows - len(lengths)))
+    return None if (lengths == length).all() else torch.arange(length) < lengths[:, None]
+
+
 def load_data(config: TrainConfig, tokenization: Tokenization, dims: ParallelDims) -> tuple[Data, CachedData | None]:
     """Loads the data to train on, and what is held out; None where nothing is. Rank 0 tokenises what is cached. With
     ``--eval_only``, returns twice what is held out.

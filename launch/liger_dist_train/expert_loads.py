@@ -43,14 +43,16 @@ class ExpertLoads:
         self._routers: list[nn.Module] = []
         for module in self._experts if self.num_experts else ():
             setattr(module, _PAIRS, torch.zeros(self.num_experts + 1, device=device()))
-            module.register_forward_pre_hook(_count_pairs)
+            module.register_forward_pre_hook(self._count_pairs)
         for target, index in dict.fromkeys(recorders) if self._experts else ():
             for module in (m for m in modules if isinstance(m, target)):
                 if index == 0:
                     setattr(module, _ENTROPY, torch.zeros(2, device=device()))
-                    module.register_forward_hook(_add_entropy)
+                    module.register_forward_hook(self._add_entropy)
                     self._routers.append(module)
         self._total_LE: Tensor | None = None
+        self.token_mask: Tensor | None = None
+        """of the running forward: bool, false for padding, which is not counted; None without padding"""
 
     def read(self) -> dict[str, float]:
         """Computes the entries of ``metrics.jsonl`` for the forwards since the last call, over all ranks; none for a
@@ -75,6 +77,33 @@ class ExpertLoads:
             numbers.append((entropies_R2[:, 0] / entropies_R2[:, 1]).mean())
         names = ("experts/max_load", "experts/min_load", "experts/dropped", "experts/router_entropy")
         return dict(zip(names, torch.stack(numbers).tolist(), strict=False))
+
+    def _count_pairs(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if torch.is_grad_enabled() and len(args) > 1:
+            pairs: Tensor = getattr(module, _PAIRS)
+            index = args[1].detach().flatten(0, -2)
+            weight = self._weight_of(index.shape[0]).repeat_interleave(index.shape[1])
+            index = index.reshape(-1)
+            # What names no expert is counted after the last one.
+            index = torch.where((index < 0) | (index >= pairs.shape[0] - 1), pairs.shape[0] - 1, index).long()
+            pairs.scatter_add_(0, index, weight)
+
+    def _add_entropy(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if torch.is_grad_enabled():
+            logits = (output[0] if isinstance(output, tuple) else output).detach().float().flatten(0, -2)
+            logs = logits.log_softmax(-1)
+            weight = self._weight_of(logits.shape[0])
+            entropy = -((logs.exp() * logs).sum(-1) * weight).sum()
+            sums: Tensor = getattr(module, _ENTROPY)
+            sums += torch.stack([entropy, weight.sum()])
+
+    def _weight_of(self, tokens: int) -> Tensor:
+        """Returns 1 for a token and 0 for padding: fp32 ``[tokens]``."""
+        mask = self.token_mask
+        # Layers of multi-token prediction see fewer places, and experts of other ranks other tokens.
+        if mask is None or mask.numel() != tokens:
+            return torch.ones(tokens, device=device())
+        return mask.reshape(-1).float()
 
     def write(self, folder: Path) -> bool:
         """Writes the load of each expert over the run, relative to the mean of its layer, as a file and as a plot.
@@ -110,21 +139,3 @@ def _recorder(cls: Any) -> tuple[type[nn.Module], int]:
     """Returns the class of a model's routers, and which of their outputs are the logits, as transformers has it."""
     recorder = cls._can_record_outputs["router_logits"]
     return recorder.target_class, recorder.index
-
-
-def _count_pairs(module: nn.Module, args: tuple[Any, ...]) -> None:
-    if torch.is_grad_enabled() and len(args) > 1:
-        pairs: Tensor = getattr(module, _PAIRS)
-        index = args[1].detach().reshape(-1)
-        # What names no expert is counted after the last one.
-        index = torch.where((index < 0) | (index >= pairs.shape[0] - 1), pairs.shape[0] - 1, index).long()
-        pairs.scatter_add_(0, index, torch.ones_like(index, dtype=pairs.dtype))
-
-
-def _add_entropy(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    if torch.is_grad_enabled():
-        logits = (output[0] if isinstance(output, tuple) else output).detach().float().flatten(0, -2)
-        logs = logits.log_softmax(-1)
-        entropy = -(logs.exp() * logs).sum()
-        sums: Tensor = getattr(module, _ENTROPY)
-        sums += torch.stack([entropy, entropy.new_full((), logits.shape[0])])

@@ -25,7 +25,6 @@ from .data_loader import check_sources, find_tokenization, load_data
 from .deepspeed_engine import DeepSpeedEngine
 from .distributed import on_rank_zero, rank, total, world_size
 from .engine import Engine, TorchEngine
-from .expert_loads import ExpertLoads
 from .fault_tolerance import (
     Interruption,
     Watchdog,
@@ -222,7 +221,6 @@ class Loop:
     ) -> None:
         self._trainer, self._checkpoints, self._metrics, self._samples = trainer, checkpoints, metrics, samples
         self._flops, self._watchdog = flops, watchdog
-        self._loads = ExpertLoads(trainer.engine.model)
         self._stops_early = False
 
     def run(self) -> str | None:
@@ -261,7 +259,7 @@ class Loop:
 
     def _write_loads(self, folder: str) -> None:
         try:
-            if self._loads.write(Path(folder)):
+            if self._trainer.loads.write(Path(folder)):
                 print(f"written to {folder}: experts.json, experts.png")
         except (LigerDistError, OSError, ImportError) as error:
             # What counts is written.
@@ -293,7 +291,7 @@ class Loop:
         names = ["loss", "grad_norm", *(["router_loss"] if routers else [])]
         row: dict[str, Any] = {"step": step, **dict(zip(names, numbers, strict=False))}
         row |= {f"mtp_loss/{depth}": number for depth, number in enumerate(numbers[len(names) :], 1)}
-        row |= self._loads.read()
+        row |= trainer.loads.read()
         # Reading the loss has waited for the step. One all-reduce reports an interruption, a checkpoint that
         # all ranks have written, and NaN or Inf, which a bad device has on its rank alone.
         is_broken = not (math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"]))

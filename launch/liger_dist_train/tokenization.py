@@ -107,6 +107,9 @@ class Encoder:
         first = tokenizer("a")["input_ids"][:1]
         self._bos = first if first == [tokenizer.bos_token_id] else []
         self._fast = tokenizer.backend_tokenizer
+        cuts = (("a", " a"), ("a\n", "a"))
+        self._prepends = any(self._ids_of(a) + self._ids_of(b) != self._ids_of(a + b) for a, b in cuts)
+        """a text begins with a token that its parts must not begin with, as those of Llama 2 do with a space"""
         self._template = ChatTemplate(tokenizer, format.train_on, read_variables(format.template_variables))
 
     def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
@@ -114,7 +117,8 @@ class Encoder:
         ``reason``, which is None for a good row."""
         rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
         texts = {index: text for index, row in enumerate(rows) if (text := self._text_of(row)) is not None}
-        encoded = dict(zip(texts, self._encode_texts(list(texts.values())), strict=True))
+        begins = [rows[index]["begins"] for index in texts]
+        encoded = dict(zip(texts, self._encode_texts(list(texts.values()), begins), strict=True))
         out: dict[str, list[Any]] = {name: [] for name in (*Document._fields, "reason")}
         for index, row in enumerate(rows):
             try:
@@ -204,13 +208,37 @@ class Encoder:
             "--text_column or --messages_column"
         )
 
-    def _encode_texts(self, texts: list[str]) -> list[Ids]:
-        """Encodes without special tokens; a long text in parts, for an encoding takes about 150 bytes a token."""
+    def _encode_texts(self, texts: list[str], begins: list[bool]) -> list[Ids]:
+        """Encodes without special tokens; a long text in parts, for an encoding takes about 150 bytes a token.
+
+        Args:
+            begins: false for a text that is a later part of one.
+        """
         parts = [split_text(text) for text in texts]
-        encoded: list[Ids] = []
-        for pieces in parts if any(len(pieces) > 1 for pieces in parts) else []:
-            encoded.append(np.concatenate([self._encode([piece])[0] for piece in pieces]))
-        return encoded or self._encode(texts)
+        if all(begins) and all(len(pieces) == 1 for pieces in parts):
+            return self._encode(texts)
+        return [
+            np.concatenate([self._part(piece, begins=is_first and not index) for index, piece in enumerate(pieces)])
+            for pieces, is_first in zip(parts, begins, strict=True)
+        ]
+
+    def _ids_of(self, text: str) -> list[int]:
+        ids: list[int] = self._fast.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def _part(self, text: str, *, begins: bool) -> Ids:
+        """Encodes a part of a long text; one that does not begin it has the tokens that it has after a line break."""
+        if begins or not self._prepends:
+            return self._encode([text])[0]
+        self._fast.encode_special_tokens = self._format.split_special_tokens
+        encoding = self._fast.encode(f"\n{text}", add_special_tokens=False)
+        own = [id for id, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True) if stop > 1 and start >= 1]
+        if len(own) + len(self._ids_of("\n")) != len(encoding.ids):
+            raise LigerDistError(
+                "a text has more characters than are tokenised at once, and the tokenizer joins a line break with the "
+                "word after it, so that its parts cannot be tokenised one by one; give shorter texts, as a row each."
+            )
+        return np.array(own, dtype=np.int32)
 
     def _encode(self, texts: list[str]) -> list[Ids]:
         self._fast.encode_special_tokens = self._format.split_special_tokens

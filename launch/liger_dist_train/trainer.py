@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import warnings
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -17,10 +18,11 @@ from transformers import PreTrainedModel
 from liger_dist import LigerDistError, shard_sequence
 
 from .config import TrainConfig
-from .data_loader import CachedData, Data, collate
+from .data_loader import CachedData, Data, collate, token_mask
 from .dataset import Piece, describe_bad_rows
 from .distributed import device, from_rank_zero, gathered, on_rank_zero, rank, total, total_on_device
 from .engine import Engine
+from .expert_loads import ExpertLoads
 from .fault_tolerance import Interruption, Watchdog
 from .model import autocast
 from .optimizer import make_schedule
@@ -44,6 +46,10 @@ class Progress:
     evaluations_since_best: int = 0
     skipped_steps: int = 0
     """whose loss or gradients were not finite"""
+
+
+BALANCE = "load_balancing_loss_func"
+"""of a model's module in transformers: the loss that balances its experts"""
 
 
 class InterruptedStepError(Exception):
@@ -79,10 +85,14 @@ class Trainer:
         self.was_skipped = False
         """the last step: its loss or gradients were not finite, and the weights stayed"""
         self._mtp_losses: list[Tensor] = []
-        """of the micro-batches of the last step: this rank's part of the mean of each depth"""
+        """of the micro-batches of the last step: this rank's sum of each depth, over the number of labels of the next
+        token"""
+        self._mtp_labels: list[int] = []
+        """of the last step on all ranks: labels of the next token, and of each depth"""
         self._router_losses: list[Tensor] = []
         """of the micro-batches of the last step: what the balance of experts adds to the loss"""
         self._router_coefficient, self._of_router = router_coefficient(engine.model), 1.0
+        self.loads = ExpertLoads(engine.model)
         self.own_loss: Tensor | None = None
         """of the last step: this rank's part of the mean"""
         self.data_state: dict[str, Any] = {}
@@ -117,6 +127,9 @@ class Trainer:
         # Filled on the device: a copy from the host would wait for it.
         num_items = torch.full((), max(labels, 1.0) / self.dims.world_size, device=device())
         losses, self._mtp_losses, self._router_losses = [], [], []
+        if config.mtp_options is not None:
+            depths = range(config.mtp_options["depth"] + 1)
+            self._mtp_labels = [count_labels(batches, places=1 + depth) for depth in depths]
         self._of_router = 1 / len(batches)
         for index, batch in enumerate(batches):
             watchdog.at(step + 1, "computing")
@@ -144,11 +157,13 @@ class Trainer:
         return mean, norm, tokens
 
     def mtp_losses(self) -> list[Tensor]:
-        """Computes the mean loss of each depth of the last step, over the tokens of all ranks; one all-reduce, and none
-        without multi-token prediction."""
+        """Computes the mean loss of each depth of the last step, over the labels that it has on all ranks; two
+        all-reduces, and none without multi-token prediction."""
         if not self._mtp_losses:
             return []
-        return list(total_on_device(torch.stack(self._mtp_losses).sum(0)) / self.dims.world_size)
+        first, *further = total(*self._mtp_labels)
+        sums = total_on_device(torch.stack(self._mtp_losses).sum(0)) / self.dims.world_size
+        return [loss * (first / max(count, 1.0)) for loss, count in zip(sums, further, strict=True)]
 
     def router_losses(self) -> list[Tensor]:
         """Computes what the balance of experts has added to the loss of the last step, the mean over micro-batches and
@@ -274,13 +289,20 @@ class Trainer:
     def _collated(self, sequences: list[list[Piece]], top_k: int = 0) -> dict[str, Tensor]:
         config = self.config
         restart = not config.attend_across_documents
-        return collate(sequences, config.batch_size, config.sequence_length, self._pad, restart=restart, top_k=top_k)
+        batch = collate(sequences, config.batch_size, config.sequence_length, self._pad, restart=restart, top_k=top_k)
+        mask = token_mask(sequences, config.batch_size, config.sequence_length)
+        return batch if mask is None else batch | {"token_mask": mask}
 
     def _loss(self, batch: dict[str, Any], num_items: Tensor, teacher: Teacher | None = None) -> Tensor:
         """Computes this rank's part of the mean over ``num_items`` tokens, with a teacher of the distillation loss;
         labels stay on the CPU, where counting them is free."""
+        batch = dict(batch)
+        mask = batch.pop("token_mask", None)
         if self.dims.sequence_parallel > 1:
-            batch = {**shard_sequence(batch, self.dims.mesh(device().type))}
+            mesh = self.dims.mesh(device().type)
+            # As if it were the tokens.
+            mask = None if mask is None else shard_sequence({"input_ids": mask.long()}, mesh)["input_ids"]
+            batch = {**shard_sequence(batch, mesh)}
         on_device: dict[str, Any] = {
             name: part.to(device(), non_blocking=True) if isinstance(part, Tensor) else part
             for name, part in batch.items()
@@ -293,6 +315,8 @@ class Trainer:
         if self.config.z_loss and torch.is_grad_enabled():
             # Not in evaluations, whose loss is that of the labels.
             on_device["z_loss"] = self.config.z_loss
+        mask = None if mask is None else mask.to(device(), torch.bool, non_blocking=True)
+        self.loads.token_mask = mask
         with autocast(self.config, self.dims.strategy):
             if teacher is not None:
                 return teacher.loss(self.engine.model, on_device, num_items)
@@ -300,10 +324,12 @@ class Trainer:
         loss: Tensor = output.loss
         balance = getattr(output, "aux_loss", None)
         if isinstance(balance, Tensor) and self._router_coefficient:
-            added = self._router_coefficient * balance.to(loss)
             # The model adds it whole in each of its calls; held-out losses are those of tokens.
-            loss = loss - (1 - (self._of_router if torch.is_grad_enabled() else 0.0)) * added
+            loss = loss - self._router_coefficient * balance.to(loss)
             if torch.is_grad_enabled():
+                of_tokens = balance if mask is None else router_loss(self.engine.model, output, mask)
+                added = self._router_coefficient * of_tokens.to(loss)
+                loss = loss + self._of_router * added
                 self._router_losses.append(added.detach())
         if self.config.mtp is not None and torch.is_grad_enabled():
             self._mtp_losses.append(output.mtp_loss)
@@ -330,9 +356,33 @@ def router_coefficient(model: nn.Module) -> float:
     return float(factor)
 
 
-def count_labels(batches: list[dict[str, Tensor]]) -> int:
-    """Counts the labels that are predicted; the first of a sequence never is."""
-    return sum(int((batch["labels"][:, 1:] >= 0).sum()) for batch in batches)
+def router_loss(model: nn.Module, output: Any, token_mask: Tensor) -> Tensor:
+    """Computes the balance of a mixture's experts as the model does, over the tokens of ``token_mask`` (bool, as many
+    as the model's) alone: a packed call has no attention mask that would say where padding is.
+
+    Args:
+        output: of the model, with ``router_logits``.
+    """
+    inner: Any = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
+    text = inner.config.get_text_config()
+    modules = (sys.modules.get(kind.__module__) for kind in type(inner).__mro__)
+    compute = next(getattr(module, BALANCE) for module in modules if hasattr(module, BALANCE))
+    sizes = [getattr(inner, name, getattr(text, name, None)) for name in ("num_experts", "num_experts_per_tok")]
+    found: Tensor = compute(output.router_logits, *sizes, token_mask)
+    return found
+
+
+def count_labels(batches: list[dict[str, Tensor]], places: int = 1) -> int:
+    """Counts the labels that are predicted ``places`` earlier; the first ones of a document never are."""
+    if places == 1:
+        return sum(int((batch["labels"][:, 1:] >= 0).sum()) for batch in batches)
+    found = 0
+    for batch in batches:
+        labels = batch["labels"][:, places:]
+        positions = batch.get("position_ids")
+        is_inside = True if positions is None else positions[:, places:] >= places
+        found += int(((labels >= 0) & is_inside).sum())
+    return found
 
 
 def count_pairs(sequences: list[list[Piece]], *, across: bool) -> int:

@@ -13,7 +13,7 @@ import torch
 from harness import Workers
 from models import make_batch, make_model
 from training_runs import config_for, losses_of, metrics_of, write_base
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import liger_dist
 from liger_dist import LigerDistError
@@ -229,3 +229,40 @@ def router_truth(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float,
         output = model(input_ids=rows, labels=rows)
     balance = 0.5 * float(output.aux_loss)
     return folder, float(output.loss) - balance, balance
+
+
+def test_padding_is_not_counted(
+    data: Path, cache: Path, tmp_path: Path, router_truth: tuple[Path, float, float]
+) -> None:
+    """In loads, entropies and the balance of experts: rows of 40 to 61 tokens, which fill no sequence of 64."""
+    folder = router_truth[0]
+    generator = torch.Generator().manual_seed(1)
+    rows = [torch.randint(3, 600, (40 + 7 * i,), generator=generator, device="cpu") for i in range(4)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"input_ids": row.tolist()}) + "\n" for row in rows))
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+    labels = ids.masked_fill(mask == 0, -100)
+    output = model(input_ids=ids, attention_mask=mask, labels=labels)
+    output.loss.backward()
+    norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+    logits = torch.stack(output.router_logits)[:, mask.flatten().bool()].double()
+    counts = torch.stack([torch.bincount(one.topk(2).indices.flatten(), minlength=8) for one in logits]).double()
+    loads = counts / counts.mean(1, keepdim=True)
+    probabilities = logits.softmax(-1)
+    changes: dict[str, Any] = {"model": str(folder), "tokenizer": str(cache / "tokenizer"), "batch_size": 4}
+    changes |= {"steps": 1, "global_batch_size": 4, "checkpoint_every": 0, "warmup_steps": 0, "eval_fraction": 0.0}
+    train(config_for(path, cache, tmp_path / "run", **changes, strategy="none"))
+    (row,) = metrics_of(tmp_path / "run")
+    expected = {
+        "loss": float(output.loss),
+        "router_loss": 0.5 * float(output.aux_loss),
+        "grad_norm": float(norm),
+        "experts/max_load": float(loads.max()),
+        "experts/min_load": float(loads.min()),
+        "experts/router_entropy": float(-(probabilities * probabilities.log()).sum(-1).mean()),
+    }
+    assert {name: row[name] for name in expected} == pytest.approx(expected, rel=1e-4)
+    written = json.loads((tmp_path / "run" / "experts.json").read_text())["loads"]
+    assert torch.allclose(torch.tensor(written).double(), loads)

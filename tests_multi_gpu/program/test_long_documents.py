@@ -9,11 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
 from test_dataset import counts_in, loaded, short
 from test_dataset import tokenizer_folder as tokenizer_folder
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from liger_dist_train import dataset
 from liger_dist_train.data_loader import find_tokenization
@@ -21,6 +24,7 @@ from liger_dist_train.dataset import Piece
 from liger_dist_train.run import train
 from liger_dist_train.sources import TEXT_PART, find_source, read_rows
 from liger_dist_train.stream import StreamedData
+from liger_dist_train.tokenization import Encoder, Format
 
 CHARACTERS = 1_700_000
 
@@ -202,3 +206,30 @@ def test_a_row_group_of_parquet_is_decoded_a_few_times(tmp_path: Path) -> None:
         assert len(source.parts(10**9)) == 1
     # A stream has a part for every rank.
     assert len(find_source(str(tmp_path / "3000.parquet")).parts(1, ranks=24)) == 24
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("kind", ["prepended", "metaspace_first", "metaspace_always", "byte_level"])
+def test_parts_of_a_long_text_have_its_tokens(kind: str) -> None:
+    """Of tokenizers that put a space before a text, too, as those of Llama 2 do."""
+    tokens = ["<unk>", "<eos>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdeĠĊ", "▁a", "▁b", "Ġa", "Ġb"]
+    tokens += ["ab", "▁ab", "Ġab"]
+    merges = [("▁", "a"), ("▁", "b"), ("Ġ", "a"), ("Ġ", "b"), ("▁a", "b"), ("Ġa", "b"), ("a", "b")]
+    words = Tokenizer(
+        models.BPE({token: i for i, token in enumerate(tokens)}, merges, unk_token="<unk>", byte_fallback=True)
+    )
+    if kind == "prepended":
+        words.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    elif kind == "byte_level":
+        words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    else:
+        words.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=kind.removeprefix("metaspace_"), split=False)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", unk_token="<unk>")
+    encoder = Encoder(tokenizer, Format(), len(tokens))
+    text = "ab c a\nb d ab e\n" * (TEXT_PART // 5)
+    middle = len(text) // 2
+    values = {"values": [None] * 3, "text": [text, text[:middle], text[middle:]], "reason": [None] * 3}
+    found = encoder(values | {"begins": [True, True, False], "ends": [True, False, True]})
+    whole = np.array([*words.encode(text, add_special_tokens=False).ids, tokenizer.eos_token_id])
+    assert np.array_equal(found["ids"][0], whole)
+    assert np.array_equal(np.concatenate(found["ids"][1:]), whole)

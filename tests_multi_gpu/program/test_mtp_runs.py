@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,19 @@ def test_mtp_run_reports_each_depth_and_exports_the_modules(data: Path, cache: P
     third = config_for(data, cache, tmp_path / "third", **ALONE, **(SHORT | other))
     with pytest.raises(LigerDistError, match="predicts 2 further tokens; give that depth"):
         train(third)
+
+
+def test_losses_of_depths_are_means_of_their_labels(cache: Path, tmp_path: Path) -> None:
+    """In rows of eight tokens, which have seven labels of the next token, six of the one after, and five more."""
+    rows = torch.randint(3, 600, (8, 8), generator=torch.Generator().manual_seed(0), device="cpu").tolist()
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
+    changes = SHORT | {"steps": 1, "checkpoint_every": 0, "eval_fraction": 0.0, "batch_size": 1}
+    train(config_for(path, cache, tmp_path / "run", **ALONE, **changes | {"global_batch_size": 2}))
+    (row,) = metrics_of(tmp_path / "run")
+    # Weights are random and the logits nearly alike: each label costs the logarithm of the vocabulary.
+    for name in ("mtp_loss/1", "mtp_loss/2"):
+        assert row[name] == pytest.approx(math.log(601), rel=0.02)
 
 
 @pytest.mark.smoke
