@@ -74,10 +74,10 @@ class TrainConfig(TrainOptions):
                 f"--mtp is {self.mtp!r}; expected depth, weight and main_weight, such as "
                 """'{"depth": 2, "weight": 0.1}'."""
             )
-        if self.lora_rank or (self.sp or 1) > 1:
+        if (self.sp or 1) > 1:
             raise LigerDistError(
-                f"--mtp is given with --lora_rank {self.lora_rank} and --sp {self.sp}, with neither of which this "
-                "program trains further tokens; leave one of them out (liger_dist.mtp takes a PeftModel)."
+                f"--mtp is given and --sp is {self.sp}, with which this program trains no further tokens; leave one of "
+                "them out."
             )
 
     def _has_held_out(self) -> bool:

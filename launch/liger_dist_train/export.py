@@ -17,8 +17,9 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from liger_dist import LigerDistError
 from liger_dist.model.quantized import dequantized, four_bit_layers
-from liger_dist.mtp import MultiTokenPrediction
+from liger_dist.mtp import MultiTokenPrediction, has_prediction
 
+from .bases import FOUR_BIT, format_of, keep_left_out
 from .checkpoint import (
     MODEL,
     MTP_DEPTH,
@@ -113,7 +114,8 @@ def export(
     _to_dtype(model, getattr(torch, dtype))
     if not adapter:
         _let_it_end(model, load_tokenizer(path / MODEL))
-    _write(model, path / MODEL, to, adapter=adapter)
+    kept_from = None if adapter or description["lora"] is None else base or Path(description["lora"]["model"])
+    _write(model, path / MODEL, to, adapter=adapter, kept_from=kept_from)
     found: int = description["step"]
     return found
 
@@ -130,8 +132,11 @@ def _to_dtype(model: Any, dtype: torch.dtype) -> None:
             tensor.data = tensor.data.to(torch.float32 if is_kept else dtype)
 
 
-def _write(model: Any, beside: Path, to: Path, *, adapter: bool) -> None:
+def _write(model: Any, beside: Path, to: Path, *, adapter: bool, kept_from: Path | None) -> None:
     """Writes the model and the files of ``beside``, such as the tokenizer's, into ``to``, which appears complete.
+
+    Args:
+        kept_from: folder of pretrained weights, of which those that the model has no parameters for are kept.
 
     Raises:
         LigerDistError: the files cannot be written, or those of an export that was cut off are in the way.
@@ -144,6 +149,9 @@ def _write(model: Any, beside: Path, to: Path, *, adapter: bool) -> None:
         model.generation_config = GenerationConfig()
     try:
         model.save_pretrained(partial, **({} if adapter else {"max_shard_size": "5GB"}))
+        if kept_from is not None:
+            kept = keep_left_out(kept_from, model, partial)
+            print(f"kept as {kept_from} has them: {len(kept)} tensors" if kept else "", end="\n" * bool(kept))
         shutil.copytree(
             beside,
             partial,
@@ -169,7 +177,8 @@ def _filled(model: Any, weights: dict[str, Any], path: Path, *, has_lora: bool, 
     """
     missing = set(model.load_state_dict(weights, strict=False).missing_keys)
     if has_lora:
-        missing = {name for name in missing if "lora_" in name}
+        # The base has all else.
+        missing &= {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     if missing:
         raise LigerDistError(
             f"the checkpoint {path} has no values for {', '.join(sorted(missing)[:5])}; it is of another model."
@@ -217,6 +226,9 @@ def _read_base(path: Path, lora: dict[str, Any], base: Path | None, *, merge: bo
         )
     settings = {name: value for name, value in lora.items() if name != "weights"}
     config = TrainConfig(**(settings | {"model": str(folder)}))
+    if format_of(folder) == FOUR_BIT:
+        model = read_weights(folder, None, weights_dtype(config), four_bit_on=torch.device("cpu"))
+        return add_lora(_dequantized(model) if merge else model, config, has_weights=True)
     model = read_weights(folder, None)
     if config.load_in_4bit and merge:
         quantised = read_weights(folder, None, weights_dtype(config), four_bit_on=torch.device("cpu"))
@@ -227,6 +239,33 @@ def _read_base(path: Path, lora: dict[str, Any], base: Path | None, *, merge: bo
             flush=True,
         )
     return add_lora(model, config, has_weights=True)
+
+
+def _dequantized(quantised: Any) -> Any:
+    """Makes the model in fp32 of one that was read in 4 bits."""
+    model: Any = type(quantised)(quantised.config)
+    layers = dict(four_bit_layers(quantised))
+    others = {n: t for n, t in quantised.state_dict().items() if n.rpartition(".weight")[0] not in layers}
+    model.float().load_state_dict(others, strict=False)
+    with torch.no_grad():
+        for name, layer in layers.items():
+            values = dequantized(layer.weight, layer.weight.quant_state, torch.float32)
+            original = model.get_submodule(name)
+            original.weight.copy_(values if isinstance(original, nn.Linear) else values.T)
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    # How its names are written, without the format's part of it.
+    conversions = getattr(quantised, "_weight_conversions", None) or []
+    model._weight_conversions = [one for one in conversions if _can_be_undone(one)] or None
+    return model.requires_grad_(False)
+
+
+def _can_be_undone(conversion: Any) -> bool:
+    try:
+        conversion.reverse_transform()
+    except NotImplementedError:
+        return False
+    return True
 
 
 def _round_to_four_bits(model: Any, quantised: Any) -> float:
@@ -252,7 +291,14 @@ def _empty_model(path: Path, description: dict[str, Any], base: Path | None, *, 
     """
     lora = description["lora"]
     if lora is not None:
-        return _read_base(path, lora, base, merge=merge)
+        model = _read_base(path, lora, base, merge=merge)
+        folder = Path(lora["model"]) if base is None else base
+        if MTP_DEPTH in description["model"] and has_prediction(model, folder):
+            # Their buffers are the base's.
+            MultiTokenPrediction.from_pretrained(model, str(folder)).float()
+        elif MTP_DEPTH in description["model"]:
+            MultiTokenPrediction(model, description["model"][MTP_DEPTH])
+        return model
     if base is not None:
         raise LigerDistError(
             f"--base is {base} but the checkpoint {path} has all weights of its model, no LoRA layers; leave it out."

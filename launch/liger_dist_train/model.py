@@ -25,6 +25,7 @@ from liger_dist.mtp import MultiTokenPrediction, has_prediction
 from liger_dist.sharding import STRATEGIES
 from liger_dist.sharding.base import Strategy
 
+from .bases import Base, look_at, reading_options, without_prediction
 from .config import TrainConfig
 from .distributed import device, on_rank_zero, rank, world_size
 from .expert_parallel import random_model, shard_experts
@@ -106,9 +107,13 @@ def read_config(path: Path) -> Any:
             "that exists."
         )
     try:
-        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        found = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise LigerDistError(f"no model config can be read from {path}: {error}") from error
+    if hasattr(found, "quantization_config"):
+        # What is trained and written is in floating point.
+        del found.quantization_config
+    return found
 
 
 def weights_dtype(config: TrainConfig) -> torch.dtype:
@@ -304,11 +309,12 @@ def read_weights(
         four_bit_on: device on which linear layers are quantised to 4 bits; None to leave them in ``dtype``.
 
     Raises:
-        LigerDistError: files that cannot be read, or that lack parameters; bitsandbytes is not installed.
+        LigerDistError: files that cannot be read, that lack parameters, or in a format that is not trained on;
+            bitsandbytes is not installed.
     """
-    options: dict[str, Any] = {}
+    options = reading_options(folder, None if four_bit_on is None else quantization(dtype), dtype)
     if four_bit_on is not None:
-        options = {"quantization_config": quantization(dtype), "device_map": {"": four_bit_on}}
+        options["device_map"] = {"": four_bit_on}
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -328,6 +334,51 @@ def read_weights(
             f"files again, or give --model {folder / 'config.json'} for random ones."
         )
     found: nn.Module = model
+    return found
+
+
+def check_base(config: TrainConfig, model: nn.Module, model_config: Any) -> None:
+    """Compares the folder ``--model`` with the model, which has no storage and no LoRA layers, and says on rank 0 what
+    of it is not trained; ``model_config`` declares it no more. Nothing where there are no pretrained weights.
+
+    Raises:
+        LigerDistError: on every rank: a format that is not trained on, or tensors that the model has no parameters for
+            and that an export would lack.
+    """
+    if not has_weights_at(config.model):
+        return
+
+    def look() -> Base:
+        folder, dtype = Path(config.model), weights_dtype(config)
+        reading_options(folder, quantization(dtype) if config.load_in_4bit else None, dtype)
+        found = look_at(folder, model, takes_prediction=config.mtp is not None)
+        if found.left_out and not config.lora_rank and not config.allow_left_out_weights:
+            raise LigerDistError(
+                f"{folder} has weights that {type(model).__name__} has no parameters for, {found.described()}, which "
+                "would be neither trained nor exported. Give --mtp for layers that predict further tokens, --lora_rank "
+                "to keep all of them in the export, or --allow_left_out_weights true to go on without them."
+            )
+        return found
+
+    base = on_rank_zero(look)
+    if base.left_out and not config.lora_rank:
+        without_prediction(model_config)
+    if rank() == 0:
+        print("".join(f"{line}\n" for line in _sentences(config, base)), end="", flush=True)
+
+
+def _sentences(config: TrainConfig, base: Base) -> list[str]:
+    """Says what of a base is read in another way than as parameters that train."""
+    found = []
+    if base.format is not None and not config.load_in_4bit:
+        dtype = str(weights_dtype(config)).removeprefix("torch.")
+        found.append(f"weights: {base.folder} has them in {base.format}; read in {dtype}, exported in floating point")
+    if base.left_out:
+        what = "kept in merged exports as they are" if config.lora_rank else "left out, of exports too"
+        found.append(f"weights: not of the model, {what}: {base.described()}")
+    if config.mtp is not None:
+        which = f"those of {base.folder}" if base.has_prediction else f"new and random, {base.folder} has none"
+        found.append(f"modules that predict further tokens: {which}")
     return found
 
 
@@ -440,10 +491,12 @@ def add_mtp(model: nn.Module, config: TrainConfig, folder: Path | None = None) -
     if folder is None or not has_prediction(model, folder):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
-            MultiTokenPrediction(model, **options)
+            # In fp32 they train, also beside the frozen base of LoRA.
+            MultiTokenPrediction(model, **options).float()
         return
     depth = options.pop("depth")
-    found = MultiTokenPrediction.from_pretrained(model, str(folder), **options).depth
+    made = MultiTokenPrediction.from_pretrained(model, str(folder), **options).float()
+    found = made.depth
     if found != depth:
         raise LigerDistError(
             f"--mtp has depth {depth}, and the checkpoint {folder} predicts {found} further tokens; give that depth."

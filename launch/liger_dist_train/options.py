@@ -66,6 +66,9 @@ class TrainOptions:
     chat_template_kwargs: Optional[str] = option(
         None, """variables of the template, as JSON: '{"enable_thinking": false}'"""
     )
+    allow_left_out_weights: bool = option(
+        False, "train without weights of the folder that the model has no parameters for (further tokens, vision)"
+    )
     mtp: Optional[str] = option(
         None,
         "multi-token prediction, as JSON or a mapping of the file: depth (1), weight of the mean over depths (0.3), "

@@ -36,7 +36,7 @@ from .fault_tolerance import (
 from .hub import with_local_models
 from .memory_plan import plan
 from .metrics import Flops, Metrics, peak_memory_bytes, profiled
-from .model import add_lora, add_mtp, check_packing, check_wrap, find_config, has_weights_at, shell
+from .model import add_lora, add_mtp, check_base, check_packing, check_wrap, find_config, has_weights_at, shell
 from .optimizer import check_no_weight_decay, check_schedule
 from .output_folder import begin, check_shared, goes_on, held, write_text
 from .parallel_dims import ParallelDims, parallel_dims_of
@@ -95,6 +95,7 @@ def _train(config: TrainConfig, dims: ParallelDims, folder: Path, watchdog: Watc
     config = _resolved(config, dims, saved)
     model = shell(config, model_config)
     check_packing(config, model)
+    check_base(config, model, model_config)
     model = add_lora(model, config, has_weights=has_weights_at(config.model)) if config.lora_rank else model
     add_mtp(model, config)
     check_no_weight_decay(config, model)

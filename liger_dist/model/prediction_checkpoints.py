@@ -172,9 +172,15 @@ def _from_transformers(model: nn.Module, structure: Structure, folder: str) -> l
             "install transformers>=5.23."
         )
     config: Any = model.config
+    text = config.get_text_config()
+    first = text.num_hidden_layers
+    # It looks for the layers of published sizes, which the class lists as those to leave out.
+    usual = set(model._keys_to_ignore_on_load_unexpected or ())  # type: ignore[arg-type]
+    layers = {rf"layers\.{first + depth}\." for depth in range(text.num_mtp_layers)}
     loaded_from, config.name_or_path = config.name_or_path, folder
     try:
-        loaded = cls.from_pretrained(model)
+        with swapped(vars(model), "_keys_to_ignore_on_load_unexpected", usual | layers):
+            loaded = cls.from_pretrained(model)
     except (RuntimeError, OSError) as error:
         raise LigerDistError(
             f"the checkpoint {folder!r} has no complete modules of multi-token prediction ({error}); give the folder "
