@@ -23,11 +23,11 @@ $(VENV)/.installed: setup.cfg pyproject.toml constraints.txt
 demo: venv
 	$(BIN)/python launch/demo/python_sources.py runs/demo/python.jsonl
 	rm -rf runs/demo/tokenizer
-	$(BIN)/python launch/demo/make_tokenizer.py runs/demo/tokenizer runs/demo/python.jsonl --vocab_size 384
+	$(BIN)/liger-dist tokenizer runs/demo/tokenizer runs/demo/python.jsonl --vocab_size 384
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 -m liger_dist_train launch/demo/demo.yaml --overwrite true
 	rm -rf runs/demo/exported
 	$(BIN)/liger-dist export runs/demo
-	$(BIN)/python launch/demo/generate.py runs/demo/exported "    def " --temperature 0.7
+	$(BIN)/liger-dist generate runs/demo/exported "    def " --temperature 0.7
 
 # Two students of 4 layers: from the text alone, and from the model of make demo.
 STUDENT := -m torch.distributed.run --standalone --nproc-per-node 2 -m liger_dist_train launch/demo/demo.yaml --overwrite true \

@@ -32,7 +32,7 @@ def make_text(folder: Path, *, one_document: bool) -> list[str]:
         documents = ["\n".join(documents)]
     path, tokenizer = folder / "text.jsonl", folder / "tokenizer"
     path.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
-    command = [sys.executable, str(ROOT / "launch" / "demo" / "make_tokenizer.py"), str(tokenizer), str(path)]
+    command = [sys.executable, "-m", "liger_dist_train", "tokenizer", str(tokenizer), str(path)]
     subprocess.run([*command, "--vocab_size", "300"], check=True, capture_output=True, timeout=100)
     return ["--data", str(path), "--eval_fraction", "0", "--tokenizer", str(tokenizer)]
 

@@ -102,7 +102,7 @@ def measure(folder: Path, documents: int, processes: int) -> None:
     head = folder / "head.jsonl"
     with file.open() as stream:
         head.write_text("".join(line for _, line in zip(range(8000), stream, strict=False)))
-    make = [sys.executable, str(ROOT / "launch" / "demo" / "make_tokenizer.py"), str(tokenizer), str(head)]
+    make = [sys.executable, "-m", "liger_dist_train", "tokenizer", str(tokenizer), str(head)]
     subprocess.run([*make, "--vocab_size", "8000"], check=True)
     expected = count(file, tokenizer)
     print(f"independent count: {expected[0]} documents, {expected[1]} tokens")

@@ -24,13 +24,13 @@ sys.path.insert(0, str(LAUNCH))
 
 import recording  # noqa: E402
 import torch  # noqa: E402
-from demo.make_tokenizer import train_tokenizer  # noqa: E402
 from models import make_config, make_model  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig  # noqa: E402
 
 from liger_dist_train.checkpoint import steps_in  # noqa: E402
 from liger_dist_train.config import TrainConfig  # noqa: E402
 from liger_dist_train.options import PRESETS  # noqa: E402
+from liger_dist_train.tokenizer_training import train_tokenizer  # noqa: E402
 
 MODEL = "model.json"
 

@@ -1,6 +1,7 @@
 """The command ``liger-dist``: the training program's commands, and those of the library.
 
     liger-dist train run.yaml --steps 100
+    liger-dist train --nproc_per_node 8 run.yaml --steps 100
     torchrun --standalone --nproc-per-node 8 -m liger_dist_train run.yaml --steps 100
     liger-dist export runs/train
     torchrun --standalone --nproc-per-node 8 -m liger_dist_train score --model teacher/ --data chats.jsonl
@@ -14,6 +15,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from runpy import run_path
@@ -21,16 +23,26 @@ from runpy import run_path
 HELP = """usage: liger-dist COMMAND ...
 
   train      train a causal language model: liger-dist train [run.yaml] [--name value ...]
+  show       print rows as they will be trained, and which tokens count
+  tokenizer  train a tokenizer on your data
   export     write a checkpoint as safetensors that transformers loads
+  generate   let an exported model go on with a text, or answer
   score      write the most likely tokens of a teacher, to distil from
+  cache      list or remove tokenised data
   explain    show what liger_dist finds in a model, and why
   verify     compare a micro-batch with the model's own loss and gradients
   doctor     look at versions, GPUs, kernels and links
   deepspeed  run a command that trains with DeepSpeed
 
-On several GPUs: torchrun --nproc-per-node 8 -m liger_dist_train [run.yaml] ...,
-and torchrun --nproc-per-node 8 -m liger_dist verify ...
+On several GPUs: liger-dist train --nproc_per_node 8 [run.yaml] ..., which is
+torchrun --nproc-per-node 8 -m liger_dist_train [run.yaml] ..., and
+torchrun --nproc-per-node 8 -m liger_dist verify ...
 "liger-dist COMMAND --help" lists the options of a command, "liger-dist --version" prints the version."""
+SHOW_HELP = """usage: liger-dist show [FILE.yaml] [--rows N] [--name value ...]
+
+Prints the first packed rows of each source as liger-dist train would train them: tokens that count in the loss, the
+borders of documents, and rows that cannot be trained on. It takes the options of liger-dist train (--help-all lists
+them) and builds no model. --rows: packed rows of each source [2]"""
 OF_LIBRARY = ("explain", "verify", "doctor", "deepspeed")
 """commands of ``liger_dist.cli``"""
 
@@ -76,9 +88,17 @@ def run(arguments: Sequence[str]) -> int:
     if command in HELPS and any(name in given for name in ("-h", "--help", "--help-all")):
         HELPS[command]("--help-all" in given)
         return 0
+    at_failure: Callable[[], str] | None = None
+    if command == "train":
+        from .launcher import launch, outcome, processes_of
+
+        processes, given = processes_of(given)
+        if processes is not None:
+            return launch(processes, given)
+        at_failure = partial(outcome, given)
     from .fault_tolerance import run as guarded
 
-    guarded(lambda: COMMANDS[command](given))
+    guarded(lambda: COMMANDS[command](given), at_failure)
     return 0
 
 
@@ -102,6 +122,31 @@ def _score(arguments: list[str]) -> None:
     score(config)
 
 
+def _show(arguments: list[str]) -> None:
+    from .parser import parse_as
+    from .show import ShowConfig, show
+
+    show(parse_as(arguments, ShowConfig))
+
+
+def _tokenizer(arguments: list[str]) -> None:
+    from .tokenizer_training import main as train_tokenizer
+
+    train_tokenizer(arguments)
+
+
+def _generate(arguments: list[str]) -> None:
+    from .generation import main as generate
+
+    generate(arguments)
+
+
+def _cache(arguments: list[str]) -> None:
+    from .cache import main as cache
+
+    cache(arguments)
+
+
 def _export(arguments: list[str]) -> None:
     from .export import main as export
 
@@ -122,5 +167,22 @@ def _help_of_score(is_whole: bool) -> None:
     print(help_text(ScoreOptions, "liger-dist score", is_whole=True))
 
 
-COMMANDS: dict[str, Callable[[list[str]], None]] = {"train": _train, "export": _export, "score": _score}
-HELPS: dict[str, Callable[[bool], None]] = {"train": _help_of_train, "score": _help_of_score}
+def _help_of_show(is_whole: bool) -> None:
+    from .options import TrainOptions
+    from .parser import help_text
+
+    print(SHOW_HELP)
+    if is_whole:
+        print(help_text(TrainOptions, "liger-dist show", is_whole=True))
+
+
+COMMANDS: dict[str, Callable[[list[str]], None]] = {
+    "train": _train,
+    "show": _show,
+    "tokenizer": _tokenizer,
+    "export": _export,
+    "generate": _generate,
+    "score": _score,
+    "cache": _cache,
+}
+HELPS: dict[str, Callable[[bool], None]] = {"train": _help_of_train, "score": _help_of_score, "show": _help_of_show}

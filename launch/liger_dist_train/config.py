@@ -81,7 +81,8 @@ class TrainConfig(TrainOptions):
             )
 
     def _has_held_out(self) -> bool:
-        return bool(self.eval_data) or (self.eval_fraction > 0 and not self.streaming)
+        has_data = bool(self.eval_data) or (self.eval_fraction > 0 and not self.streaming)
+        return has_data and (self.eval_every > 0 or self.eval_only)
 
     def _check_data(self) -> None:
         if self.data_weights and len(self.data_weights) != len(self.data):
@@ -304,8 +305,6 @@ class TrainConfig(TrainOptions):
             least = MINIMA.get(name)
             if least is not None and value < least:
                 expected = f"{least} or more" if least != ABOVE_ZERO else "a number above 0"
-                if name == "eval_every":
-                    expected += "; --eval_fraction 0 trains without evaluations"
                 raise LigerDistError(f"--{name} is {value}; expected {expected}.")
         for name in ("adam_beta1", "adam_beta2", "eval_fraction", "lora_dropout", "ema_decay"):
             if getattr(self, name) >= 1:
@@ -317,7 +316,8 @@ class TrainConfig(TrainOptions):
 
 ABOVE_ZERO = 1e-300
 MINIMA: dict[str, float] = {
-    **dict.fromkeys(("steps", "batch_size", "global_batch_size", "global_batch_tokens", "eval_every", "num_proc"), 1),
+    **dict.fromkeys(("steps", "batch_size", "global_batch_size", "global_batch_tokens", "num_proc"), 1),
+    "eval_every": 0,
     **dict.fromkeys(
         (
             "dp_replicate",

@@ -226,10 +226,14 @@ def load_data(config: TrainConfig, tokenization: Tokenization, dims: ParallelDim
     if not config.data and not (config.eval_only and config.eval_data):
         raise LigerDistError("--data names nothing; give files, folders or saved datasets.")
     sources, eval_sources = (
-        on_rank_zero(lambda names=names: [_found(name, config) for name in names])  # type: ignore[misc]
+        on_rank_zero(lambda names=names: [found_source(name, config) for name in names])  # type: ignore[misc]
         for names in (config.data, config.eval_data)
     )
-    fraction = 0.0 if eval_sources or config.streaming else config.eval_fraction
+    if not config.eval_every and not config.eval_only:
+        # Nothing is evaluated, and all of --data is trained on.
+        eval_sources = []
+    is_split = not (eval_sources or config.streaming) and (config.eval_every or config.eval_only)
+    fraction = config.eval_fraction if is_split else 0.0
     held_out, weights = None, config.data_weights or None
     truncates = ("truncate",) if config.truncate else ()
     settings = (config.sequence_length, fraction, config.data_weights, *truncates)
@@ -309,7 +313,7 @@ def _prepare(config: TrainConfig, tokenization: Tokenization, source: Source, ev
     return prepared
 
 
-def _found(name: str, config: TrainConfig) -> Source:
+def found_source(name: str, config: TrainConfig) -> Source:
     """Finds a source; one that ``datasets`` resolves keeps its name."""
     dataset = dataset_name(name)
     if dataset is None:
@@ -328,7 +332,7 @@ def check_sources(config: TrainConfig) -> None:
     """
 
     def found() -> None:
-        for source in (_found(name, config) for name in (*config.data, *config.eval_data)):
+        for source in (found_source(name, config) for name in (*config.data, *config.eval_data)):
             if len(source.files) > 1 or source.left_out:
                 print(source.described(), flush=True)
 
@@ -351,6 +355,8 @@ def find_tokenization(config: TrainConfig) -> Tokenization:
         config.chat_template_kwargs,
         config.split_special_tokens,
         config.top_k,
+        config.prompt_column,
+        config.completion_column,
     )
     return Tokenization(folder, template, format, vocab_size=0)
 
@@ -374,8 +380,8 @@ def _tokenizer_folder(config: TrainConfig) -> Path:
         read_config(Path(config.model))
     if config.model in PRESETS or not Path(config.model).is_dir():
         raise LigerDistError(
-            f"--model {config.model} has no tokenizer; name one with --tokenizer FOLDER (launch/demo/make_tokenizer.py "
-            "trains one on your data)."
+            f"--model {config.model} has no tokenizer; name one with --tokenizer FOLDER (liger-dist tokenizer FOLDER "
+            "DATA trains one on your data)."
         )
     # Pretrained weights know the ids of their own tokenizer only.
     try:

@@ -38,6 +38,7 @@ from .distributed import (
     stop_launcher_without,
     world_size,
 )
+from .launcher import LAST_ERROR
 
 T = TypeVar("T")
 LOST = (
@@ -74,8 +75,9 @@ KEY = "liger_dist/watchdog"
 """prefix of the heartbeats in the store"""
 
 
-def run(main: Callable[[], None]) -> None:
-    """Calls ``main``; an error is printed by one rank, and every rank ends with a non-zero status.
+def run(main: Callable[[], None], at_failure: Callable[[], str] | None = None) -> None:
+    """Calls ``main``; an error is printed by one rank, with what ``at_failure`` returns below it, and every rank ends
+    with a non-zero status.
 
     A refusal (LigerDistError) or a file that cannot be read or written is one sentence, anything else a traceback.
     torchrun ends the ranks that still wait for the one that failed, and starts all of them again; but not after a
@@ -92,32 +94,39 @@ def run(main: Callable[[], None]) -> None:
             os._exit(0)
         return
     except LigerDistError as error:
-        _report(f"error: {error}", is_refusal=True)
+        _report(f"error: {error}", at_failure, is_refusal=True)
         stop_launcher()
     except OSError as error:
-        _report(f"error: {error}", is_refusal=True)
+        _report(f"error: {error}", at_failure, is_refusal=True)
     except SystemExit as error:
         # The command line could not be read, which argparse has said; or --help.
         if error.code:
             stop_launcher()
         raise
     except KeyboardInterrupt:
-        _report("error: interrupted", is_refusal=True)
+        _report("error: interrupted", at_failure, is_refusal=True)
     except Exception as error:
         if dist.is_initialized() and any(sign in str(error) for sign in LOST):
             gone = ", ".join(map(str, gone_ranks()))
             lost = f"rank {gone} is gone" if gone else "another rank is gone, and torchrun says which"
-            _report(f"error: {lost}: {(str(error).splitlines() or [''])[0]}", is_refusal=True)
+            _report(f"error: {lost}: {(str(error).splitlines() or [''])[0]}", at_failure, is_refusal=True)
         else:
-            _report(traceback.format_exc(), is_refusal=False)
+            _report(traceback.format_exc(), at_failure, is_refusal=False)
     # No clean-up: another rank may be inside a collective, and leaving the group would wait for it.
     os._exit(1)
 
 
-def _report(message: str, *, is_refusal: bool) -> None:
+def _report(message: str, at_failure: Callable[[], str] | None, *, is_refusal: bool) -> None:
     # Before they meet, a machine's processes find the same things wrong.
     if is_first_to_report() if dist.is_initialized() else speaks_for_machine() or not is_refusal:
         say(message)
+        again = os.environ.get(LAST_ERROR)
+        saved = "" if at_failure is None or again else at_failure()
+        if saved:
+            print(saved, file=sys.stderr, flush=True)
+        if again:
+            # The launcher prints it below torchrun's words.
+            Path(again).write_text(message if is_refusal else message.splitlines()[-1])
     sys.stdout.flush()
 
 

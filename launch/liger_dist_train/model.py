@@ -30,7 +30,7 @@ from .config import TrainConfig
 from .distributed import device, on_rank_zero, rank, world_size
 from .expert_parallel import random_model, shard_experts
 from .optimizer import clean
-from .options import MIXTURES, PRESETS
+from .options import HEAD_SIZES, MIXTURES, PRESETS, TIED
 from .parallel_dims import ParallelDims
 
 LOADED_AT_ONCE = 2**30
@@ -66,9 +66,14 @@ def find_config(config: TrainConfig, vocab_size: int) -> Any:
 
 
 def _config_of_preset(config: TrainConfig, vocab_size: int) -> Any:
-    """Makes the config of a Llama, of Qwen3.5 (three gated delta nets for each attention), or of Qwen3's mixtures."""
+    """Makes the config of a Llama, of Qwen3, of Gemma 3, of Qwen3.5 (three gated delta nets for each attention), or of
+    Qwen3's mixtures."""
     hidden_size, intermediate_size, layers, heads, key_value_heads = PRESETS[config.model]
     kind, more = "llama", dict[str, Any]()
+    family = config.model.split("_")[0]
+    if family in HEAD_SIZES:
+        kind = "qwen3" if family == "qwen3" else "gemma3_text"
+        more = {"head_dim": HEAD_SIZES[family], "tie_word_embeddings": config.model in TIED}
     if config.model.startswith("qwen3_5"):
         kind = "qwen3_5_text"
         more = {

@@ -45,10 +45,19 @@ PRESETS = {
     "160m": (768, 2048, 12, 12, 4),
     "1b": (2048, 8192, 16, 32, 8),
     "8b": (4096, 14336, 32, 32, 8),
+    "qwen3_0_6b": (1024, 3072, 28, 16, 8),
+    "qwen3_4b": (2560, 9728, 36, 32, 8),
+    "qwen3_8b": (4096, 12288, 36, 32, 8),
+    "gemma3_1b": (1152, 6912, 26, 4, 1),
+    "gemma3_4b": (2560, 10240, 34, 8, 4),
     "qwen3_5_tiny": (128, 352, 4, 4, 2),
     "qwen3_moe_tiny": (128, 352, 4, 4, 2),
     "qwen3_30b_a3b": (2048, 6144, 48, 32, 4),
 }
+HEAD_SIZES = {"qwen3": 128, "gemma3": 256}
+"""of presets whose heads are no even parts of the hidden size, by the first part of their names"""
+TIED = ("qwen3_0_6b", "qwen3_4b", "gemma3_1b", "gemma3_4b")
+"""presets whose lm_head is the embedding"""
 # MLP size of an expert, experts, experts of a token, head size
 MIXTURES = {"qwen3_moe_tiny": (96, 8, 2, 32), "qwen3_30b_a3b": (768, 128, 8, 128)}
 
@@ -86,6 +95,8 @@ class TrainOptions:
     eval_fraction: float = option(EVAL_FRACTION, "of the documents, held out where there is no --eval_data; 0 for none")
     text_column: str = option("text", "column with plain text")
     messages_column: str = option("messages", "column with chat turns (conversations, prompt and completion, too)")
+    prompt_column: str = option("prompt", "column with what --completion_column answers")
+    completion_column: str = option("completion", "column with the answer to --prompt_column")
     train_on: Literal["assistant", "last_turn", "all"] = option(
         "assistant", "labels of a conversation: every answer, the last one, or prompts and all turns too"
     )
@@ -205,7 +216,7 @@ class TrainOptions:
     )
     remainder: Literal["drop", "renormalize", "spread"] = option("drop", "top_k: the probability of all other classes")
 
-    eval_every: int = option(50, "steps between evaluations on held-out data")
+    eval_every: int = option(50, "steps between evaluations on held-out data; 0 for none, and nothing is held out")
     eval_batches: int = option(8, "micro-batches of each held-out set on each rank; 0 for all of its data")
     eval_only: bool = option(False, "evaluate, print the held-out loss, and end; with --resume true of a checkpoint")
     early_stopping_patience: int = option(0, "evaluations without a better held-out loss until the run ends; 0: never")
@@ -260,6 +271,8 @@ BASIC = (
     *("eval_every", "output_dir", "checkpoint_every", "resume", "overwrite", "dry_run"),
 )
 """options that ``--help`` lists; ``--help-all`` has all of them"""
+READ_PATHS = ("model", "tokenizer", "chat_template", "data", "eval_data", "deepspeed", "teacher")
+"""options that name files and folders that are read"""
 ONE_TIME = ("overwrite", "resume", "resume_step", "stop_at_step", "profile_step", "allow_changed_data", "eval_only")
 """options of one start of a run"""
 
@@ -285,6 +298,18 @@ ELSEWHERE = {
     **dict.fromkeys(("pipeline_parallel_degree", "pipeline_model_parallel_size"), "it shards with --strategy fsdp2"),
     **dict.fromkeys(("freeze_trainable_layers", "unfrozen_parameters"), "train few parameters with --lora_rank"),
     **dict.fromkeys(("train_on_prompts", "train_on_inputs"), "--train_on all makes prompts labels, too"),
+    **dict.fromkeys(("dataset_text_field", "text_field", "field"), "it is --text_column here"),
+    **dict.fromkeys(("field_messages", "conversation_column", "messages_field"), "it is --messages_column here"),
+    **dict.fromkeys(
+        ("prompt_key", "field_instruction", "prompt_field", "question_column", "input_column"),
+        "it is --prompt_column here",
+    ),
+    **dict.fromkeys(
+        ("response_key", "field_output", "response_column", "answer_column", "output_column", "response_field"),
+        "it is --completion_column here",
+    ),
+    **dict.fromkeys(("train_test_split", "test_size", "val_set_size"), "it is --eval_fraction here"),
+    **dict.fromkeys(("eval_steps", "evaluation_strategy", "eval_strategy"), "it is --eval_every here"),
     "auto_find_batch_size": "--dry_run true plans the memory before a run",
     "neftune_noise_alpha": "it belongs into a training loop with liger_dist.wrap",
     "loss_type": "the loss is cross entropy; others belong into a training loop with liger_dist.wrap",

@@ -12,7 +12,7 @@ import types
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from .options import BASIC, ELSEWHERE, FIRST_OF_SECTION, ONE_TIME, OWN_KEY
+from .options import BASIC, ELSEWHERE, FIRST_OF_SECTION, ONE_TIME, OWN_KEY, PRESETS, READ_PATHS
 
 Config = TypeVar("Config")
 YES, NO = ("true", "yes", "1"), ("false", "no", "0")
@@ -23,7 +23,8 @@ UNSET = "null"
 def parse_as(argv: list[str], kind: type[Config]) -> Config:
     """Parses ``[FILE.yaml] [--name value ...]`` into a dataclass; the command line wins over the file.
 
-    A file has options, or sections of them; ``null`` gives an option its default again.
+    A file has options, or sections of them; ``null`` gives an option its default again. What a file names and what is
+    beside it, as seen from its folder, is read there; other paths are those of the working directory.
 
     Raises:
         LigerDistError: the file does not exist, a name is no option, or a value has another type.
@@ -161,7 +162,17 @@ def _read_yaml(path: Path, known: list[str]) -> dict[str, Any]:
 def _named(path: Path, name: str, value: Any, known: list[str]) -> dict[str, Any]:
     if name not in known:
         _refuse(f"{path} sets {name!r}, which is no option{_nearest(name, known)}.")
+    if name in READ_PATHS:
+        value = [_beside(path, one) for one in value] if isinstance(value, list) else _beside(path, value)
     return {name: value}
+
+
+def _beside(path: Path, value: Any) -> Any:
+    """Returns the path of what a configuration file names and has beside it; all else as it is."""
+    is_path = isinstance(value, str) and value not in PRESETS and value not in ("", ".")
+    if is_path and not os.path.isabs(value) and (path.parent / value).exists():
+        return str(path.parent / value)
+    return value
 
 
 def _value(name: str, value: Any, hint: Any) -> Any:

@@ -42,6 +42,7 @@ from .output_folder import begin, check_shared, goes_on, held, write_text
 from .parallel_dims import ParallelDims, parallel_dims_of
 from .parser import changes_text, to_yaml
 from .samples import Samples
+from .show import check_first_rows
 from .stream import StreamedData
 from .teacher import Teacher, check_teacher
 from .trainer import InterruptedStepError, Progress, Trainer, write_counts
@@ -82,6 +83,7 @@ def _train(config: TrainConfig, dims: ParallelDims, folder: Path, watchdog: Watc
     if config.teacher is not None:
         check_teacher(config, len(tokenizer))
     tokenization = replace(tokenization, vocab_size=model_config.get_text_config().vocab_size)
+    check_first_rows(config, tokenization)
     samples = Samples(config, tokenization) if config.sample_prompts else None
     watchdog.at(0, "preparing")
     checkpoints = Checkpoints(
@@ -93,12 +95,7 @@ def _train(config: TrainConfig, dims: ParallelDims, folder: Path, watchdog: Watc
     if config.eval_only and config.resume and saved is None:
         raise LigerDistError(f"--eval_only and --resume are true, but {folder} has no checkpoint; leave --resume out.")
     config = _resolved(config, dims, saved)
-    model = shell(config, model_config)
-    check_packing(config, model)
-    check_base(config, model, model_config)
-    model = add_lora(model, config, has_weights=has_weights_at(config.model)) if config.lora_rank else model
-    add_mtp(model, config)
-    check_no_weight_decay(config, model)
+    model = _checked_shell(config, model_config)
     flops = Flops.of(model, model_config, config)
     engine = make_engine(config, dims, model)
     description = describe_model(model_config, tokenization.fingerprint(), config, engine.format)
@@ -121,6 +118,18 @@ def _train(config: TrainConfig, dims: ParallelDims, folder: Path, watchdog: Watc
         _evaluate_only(trainer, folder, watchdog, samples)
         return
     _run(trainer, checkpoints, folder, flops, watchdog, samples)
+
+
+def _checked_shell(config: TrainConfig, model_config: Any) -> Any:
+    """Makes the model that is trained, without storage. What its folder has and it has not is taken out of
+    ``model_config``."""
+    model = shell(config, model_config)
+    check_packing(config, model)
+    check_base(config, model, model_config)
+    model = add_lora(model, config, has_weights=has_weights_at(config.model)) if config.lora_rank else model
+    add_mtp(model, config)
+    check_no_weight_decay(config, model)
+    return model
 
 
 def check_trackers(config: TrainConfig) -> None:
@@ -305,7 +314,8 @@ class Loop:
         seconds = time.perf_counter() - began
         row |= self._rates(num_tokens, seconds)
         is_last = step == trainer.num_steps
-        if trainer.held_out is not None and (step == 1 or step % config.eval_every == 0 or is_last):
+        has_held_out = trainer.held_out is not None and config.eval_every > 0
+        if has_held_out and (step == 1 or step % config.eval_every == 0 or is_last):
             try:
                 row |= trainer.evaluate(self._watchdog, interruption)
                 if self._samples is not None:

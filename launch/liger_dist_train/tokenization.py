@@ -42,6 +42,9 @@ class Format:
     """True: a special token in a text is its characters"""
     top_k: int = 0
     """classes that are read of :data:`TOP_K_COLUMNS`, the most likely ones; 0: the columns are not read"""
+    prompt_column: str = "prompt"
+    completion_column: str = "completion"
+    """columns that are read as if they had these names"""
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,8 @@ class Encoder:
         """Encodes a batch of ``map(batched=True)`` into the columns of :class:`Document`, each of one dimension, and
         ``reason``, which is None for a good row."""
         rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
+        for row in rows:
+            row["values"] = self._renamed(row["values"])
         texts = {index: text for index, row in enumerate(rows) if (text := self._text_of(row)) is not None}
         begins = [rows[index]["begins"] for index in texts]
         encoded = dict(zip(texts, self._encode_texts(list(texts.values()), begins), strict=True))
@@ -141,6 +146,13 @@ class Encoder:
         self._fast.encode_special_tokens = False
         ids: list[int] = self._fast.encode(rendered, add_special_tokens=False).ids
         return ids
+
+    def _renamed(self, values: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Gives prompt and completion their usual names."""
+        own = {"prompt": self._format.prompt_column, "completion": self._format.completion_column}
+        if values is None or not any(name != usual and name in values for usual, name in own.items()):
+            return values
+        return values | {usual: values.get(name) for usual, name in own.items()}
 
     def _text_of(self, row: dict[str, Any]) -> str | None:
         """Returns the plain text of a row; None for a row that holds something else."""
@@ -191,6 +203,11 @@ class Encoder:
             return self._instruction(values)
         if values.get("prompt") is not None and values.get("completion") is not None:
             return self._prompt_and_completion(values["prompt"], values["completion"], values)
+        if values.get("chosen") is not None and values.get("rejected") is not None:
+            raise BadRowError(
+                "has 'chosen' and 'rejected', a preference, which this program does not train on; TRL does, with "
+                "liger_dist (docs/hosts/trl.md)"
+            )
         for name, other in PAIRS:
             if values.get(name) is not None and values.get(other) is None:
                 raise BadRowError(
@@ -204,8 +221,8 @@ class Encoder:
                 raise BadRowError(f"has {values[name]!r} in {name!r}; expected text or turns")
         raise BadRowError(
             f"has no {format.text_column!r}, {format.messages_column!r}, 'conversations', 'prompt' and 'completion', "
-            f"'instruction' and 'output', or 'input_ids' (its columns: {', '.join(map(str, values))}); name them with "
-            "--text_column or --messages_column"
+            f"'instruction' and 'output', or 'input_ids' (its columns: {', '.join(map(str, values))}); name yours with "
+            "--text_column, --messages_column, or --prompt_column and --completion_column"
         )
 
     def _encode_texts(self, texts: list[str], begins: list[bool]) -> list[Ids]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import torch
@@ -115,10 +115,20 @@ class RowSharding:
         if not (torch.is_grad_enabled() and parameter.requires_grad):
             parameter = parameter.detach().to(dtype)
         assert isinstance(parameter, DTensor)
-        gathered = parameter.redistribute(self.mesh, [Replicate()] * self.mesh.ndim)
-        full = gathered.to_local(grad_placements=[Partial()] * self.mesh.ndim)
+        mesh = self.mesh
+        if mesh.ndim == 2 and parameter.requires_grad:
+            # With the replicas' sum of :meth:`local`, which has the gradients of earlier no-sync micro-batches.
+            rows = _SumOverReplicas.apply(parameter.to_local(), self, id(parameter))  # type: ignore[no-untyped-call]
+            mesh, shape, stride = self._shard_mesh, parameter.shape, parameter.stride()
+            parameter = DTensor.from_local(rows, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+        gathered = parameter.redistribute(mesh, [Replicate()] * mesh.ndim)
+        full = gathered.to_local(grad_placements=[Partial()] * mesh.ndim)
         scaled: Tensor = _DivideGradient.apply(full, self.divide_factor)  # type: ignore[no-untyped-call]
         return scaled.to(dtype)
+
+    @cached_property
+    def _shard_mesh(self) -> DeviceMesh:
+        return DeviceMesh.from_group(self.tokens_group, self.mesh.device_type)
 
     def logits(self, head: nn.Linear, hidden_states: Tensor) -> Tensor:
         """Computes full logits ``[..., V]`` of ``hidden_states`` ``[..., D]``; the weight is all-gathered and freed

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from demo.make_tokenizer import CHAT_TEMPLATE
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from training_runs import config_for, write_base
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
@@ -21,6 +20,7 @@ from liger_dist_train.export import export
 from liger_dist_train.run import train
 from liger_dist_train.sources import Row
 from liger_dist_train.tokenization import Encoder, Format
+from liger_dist_train.tokenizer_training import CHAT_TEMPLATE
 
 trl = pytest.importorskip("trl")
 TEMPLATES = {file.stem: file.read_text() for file in (Path(trl.__file__).parent / "chat_templates").glob("*.jinja")}

@@ -79,7 +79,7 @@ def test_version_option_and_unknown_command_do_not_import_torch() -> None:
 
 @pytest.mark.parametrize("given", ["trian", "run.yaml", "--steps"])
 def test_unknown_command_lists_all_commands(given: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert len(listed_commands()) == 7
+    assert len(listed_commands()) == 11
     assert command.main([given, "--help"]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""

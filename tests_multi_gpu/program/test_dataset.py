@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from demo.make_tokenizer import train_tokenizer
 from forked_programs import TORCHRUN, run_program
 from models import make_model
 from training_runs import CPU, as_options, config_for, ends_within
@@ -33,6 +32,7 @@ from liger_dist_train.run import train
 from liger_dist_train.sources import find_source
 from liger_dist_train.stream import StreamedData
 from liger_dist_train.tokenization import Tokenization, load_tokenizer
+from liger_dist_train.tokenizer_training import train_tokenizer
 
 TEXTS = [f"row {row}: " + "a few words, " * (1 + row % 7) for row in range(2000)]
 CHATS = [

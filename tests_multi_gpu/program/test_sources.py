@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from demo.make_tokenizer import train_tokenizer
 
 import liger_dist
 from liger_dist_train.sources import TEXT_PART, Row, find_source, read_rows, split_text, where
 from liger_dist_train.tokenization import Encoder, Format, fingerprint, load_tokenizer
+from liger_dist_train.tokenizer_training import train_tokenizer
 
 TURNS = [
     {"role": "user", "content": "hello"},

@@ -30,9 +30,11 @@ import liger_dist
 from liger_dist.cli import _parser
 from liger_dist.sharding.process_groups import compute_device
 from liger_dist_train.config import TrainConfig, parse
+from liger_dist_train.launcher import processes_of
 from liger_dist_train.parallel_dims import parallel_dims_of
 from liger_dist_train.parser import parse_as
 from liger_dist_train.scoring import ScoreConfig
+from liger_dist_train.show import ShowConfig
 
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("hosts/*.md"))]
@@ -215,6 +217,8 @@ def as_run(words: list[str]) -> list[str]:
         return []
     if program == "torchrun":
         rest[rest.index("--nproc-per-node") + 1] = "2"
+    if words[:2] == ["liger-dist", "train"] and "--nproc_per_node" in words:
+        rest[rest.index("--nproc_per_node") + 1] = "2"
     is_training = "liger_dist_train" in words or words[:2] == ["liger-dist", "train"]
     trains = (is_training and "score" not in words) or "launch/torchrun_single_node.sh" in words
     return [program, *rest, *(SHORT if trains else [])]
@@ -298,12 +302,14 @@ def check_program(words: list[str]) -> None:
     command, *options = words
     if command == "score":
         parse_as(options, ScoreConfig)
-    elif command == "export":
-        assert options
+    elif command == "show":
+        parse_as(options, ShowConfig)
+    elif command in ("export", "tokenizer", "generate", "cache"):
+        assert options or command == "cache"
     elif command in ("explain", "verify", "doctor", "deepspeed"):
         _parser().parse_args(words)
     else:
-        check_training(options if command == "train" else words)
+        check_training(processes_of(options)[1] if command == "train" else words)
 
 
 def check_evaluation(words: list[str]) -> None:

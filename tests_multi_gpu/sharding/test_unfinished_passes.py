@@ -449,3 +449,61 @@ def steps_around_inference(what: str) -> float:
         true_loss(truth, lambda m, rank, s=step: m(**batch(s, rank)).loss).backward()  # type: ignore[misc]
         own.step(), own.zero_grad(), optimizer.step(), optimizer.zero_grad()
     return weight_errors(model, truth)
+
+
+# --- a forward with a graph in which nothing trains -------------------------------------------------------------------
+
+
+@pytest.mark.nightly(reshard=[False])
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("when", ["before forward", "before step"])
+def test_checkpointed_forwards_while_all_is_frozen(when: str, reshard: bool, workers_2: Workers) -> None:
+    """Transformers makes the embedding's output require a gradient for checkpoints."""
+    assert max(workers_2.run(error_beside_frozen_forwards, when, reshard)) < 1e-6
+
+
+def error_beside_frozen_forwards(when: str, reshard: bool) -> float:
+    truth = make_model("llama")
+    model: Any = copy.deepcopy(truth)
+    model.gradient_checkpointing_enable()
+    strategy = liger_dist.FSDP1(reduce_dtype=torch.float64, reshard_after_forward=reshard)
+    root: Any = liger_dist.wrap(model.train(), strategy)
+    optimizers = [optimizer_of(root), optimizer_of(truth)]
+
+    def frozen_forward(moment: str) -> None:
+        if moment == when:
+            root.requires_grad_(False)
+            root(**batch(7))
+            root.requires_grad_(True)
+
+    for step in range(3):
+        frozen_forward("before forward")
+        root(**batch(step)).loss.backward()
+        true_loss(truth, lambda m, rank, step=step: m(**batch(step, rank)).loss).backward()  # type: ignore[misc]
+        frozen_forward("before step")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return weight_errors(root, truth)
+
+
+def test_full_logits_after_micro_batches_without_sync(workers_2: Workers) -> None:
+    """Of a vocab-parallel lm_head with replicas: its rows of the earlier micro-batch are summed, too."""
+    assert max(workers_2.run(error_of_full_logits_after_no_sync)) < 1e-6
+
+
+def error_of_full_logits_after_no_sync() -> float:
+    truth = make_model("llama")
+    strategy = liger_dist.FSDP2(lm_head="vocab_parallel", mesh=(2, 1), reduce_dtype=torch.float64)
+    root: Any = liger_dist.wrap(copy.deepcopy(truth), strategy)
+    optimizers = [optimizer_of(root), optimizer_of(truth)]
+    root.set_requires_gradient_sync(False)
+    root(**batch(0)).loss.backward()
+    root.set_requires_gradient_sync(True)
+    root(**batch(1), outputs=("logits",)).loss.backward()
+    for step in (0, 1):
+        true_loss(truth, lambda m, rank, step=step: m(**batch(step, rank)).loss).backward()  # type: ignore[misc]
+    found, true = full_gradients(root), {n: p.grad for n, p in truth.named_parameters() if p.grad is not None}
+    for optimizer in optimizers:
+        optimizer.step()
+    return max(errors({n: full(g) for n, g in found.items()}, true), weight_errors(root, truth))

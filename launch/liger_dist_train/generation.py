@@ -1,7 +1,7 @@
-"""Lets an exported model go on with a text, or answer in a chat: with transformers alone.
+"""Lets an exported model go on with a text, or answer in a chat, by transformers alone:
 
-python launch/demo/generate.py runs/train/exported "def "
-python launch/demo/generate.py runs/train/exported "What is a token?" --chat
+liger-dist generate runs/train/exported "def "
+liger-dist generate runs/train/exported "What is a token?" --chat
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(arguments: list[str]) -> None:
+    """Runs ``liger-dist generate``."""
+    how = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="liger-dist generate", description=__doc__, formatter_class=how)
     parser.add_argument("folder", help="what liger-dist export wrote")
     parser.add_argument("prompt", help="text to continue, or what the user says")
     parser.add_argument("--chat", action="store_true", help="put the prompt into the tokenizer's chat template")
     parser.add_argument("--tokens", type=int, default=80, help="new ones, at most; default: %(default)s")
     parser.add_argument("--temperature", type=float, default=0.0, help="0: always the likeliest token; default: 0")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if not Path(options.folder).is_dir():
         parser.error(f"the folder {options.folder} does not exist")
     tokenizer = AutoTokenizer.from_pretrained(options.folder)
@@ -38,7 +40,3 @@ def main() -> None:
     new = ids[0, inputs["input_ids"].shape[1] :]
     answer = tokenizer.decode(new, skip_special_tokens=True)
     print(answer if options.chat else options.prompt + answer)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,27 +1,24 @@
-"""Trains a byte-level BPE tokenizer with a chat template on your data, for models that start from random weights.
+"""Trains a byte-level BPE tokenizer with a chat template on your data, for models that start from random weights:
 
-python launch/demo/make_tokenizer.py my-tokenizer notes.txt chats.jsonl --vocab_size 4096
+liger-dist tokenizer my-tokenizer notes.txt chats.jsonl --vocab_size 4096
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
 from liger_dist import LigerDistError
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
-from liger_dist_train.conversations import BadRowError, check_text
-from liger_dist_train.fault_tolerance import run
-from liger_dist_train.output_folder import write_folder
-from liger_dist_train.sources import find_source, read_rows, where
+from .conversations import BadRowError, check_text
+from .output_folder import write_folder
+from .sources import find_source, read_rows, where
 
 END = "<|end|>"
 SPECIAL_TOKENS = [END, "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"]
@@ -55,7 +52,7 @@ def train_tokenizer(data: list[str], vocab_size: int, folder: Path) -> int:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_texts(data), trainer)
+    tokenizer.train_from_iterator(tqdm(_texts(data), desc="reading", unit=" texts", mininterval=1), trainer)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=END)
     fast.chat_template = CHAT_TEMPLATE
     write_folder(folder, fast.save_pretrained)
@@ -83,17 +80,15 @@ def _strings(value: Any) -> Iterator[str]:
             yield from _strings(item)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(arguments: list[str]) -> None:
+    """Runs ``liger-dist tokenizer``."""
+    how = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="liger-dist tokenizer", description=__doc__, formatter_class=how)
     parser.add_argument("folder", type=Path, help="where the tokenizer is written")
     parser.add_argument("data", nargs="+", help="files and folders that liger-dist train reads")
     parser.add_argument("--vocab_size", type=int, default=4096, help="entries, at most; default: %(default)s")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if options.vocab_size < 260:
         parser.error(f"--vocab_size is {options.vocab_size}; expected at least 260, bytes and special tokens")
     count = train_tokenizer(options.data, options.vocab_size, options.folder)
     print(f"written to {options.folder}: a tokenizer of {count} entries, of at most {options.vocab_size}")
-
-
-if __name__ == "__main__":
-    run(main)
