@@ -174,6 +174,9 @@ matrix: venv
 peft: venv
 	$(BIN)/python -m pytest tests_multi_gpu/conformance/test_peft_methods.py --write-pages
 
+templates: venv
+	$(BIN)/python -m pytest tests_multi_gpu/program/test_chat_templates.py --write-pages
+
 families: venv
 	$(BIN)/python -m pytest tests_multi_gpu/conformance/test_families.py tests_multi_gpu/conformance/test_packed_families.py --write-pages
 

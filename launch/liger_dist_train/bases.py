@@ -23,6 +23,8 @@ from transformers.utils import (
 
 from liger_dist import LigerDistError
 
+from .optimizer import kinds_of
+
 DTYPES = {
     **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
     **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu},
@@ -55,6 +57,9 @@ class Base:
     """bytes of the tensors that the model has no parameters for"""
     has_prediction: bool
     """layers of multi-token prediction are among its tensors"""
+    in_linear_layers: int = 0
+    in_stacks: int = 0
+    """parameters of linear layers without lm_head, which 4 bits reach, and of stacks of matrices, such as experts"""
 
     def described(self) -> str:
         """Names what is left out, by groups, with its size."""
@@ -130,7 +135,17 @@ def look_at(folder: Path, model: nn.Module, *, takes_prediction: bool) -> Base:
     if takes_prediction:
         left = {name: tensor for name, tensor in left.items() if name not in further}
     sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in left.items()}
-    return Base(folder, format_of(folder), sizes, bool(further))
+    linear, stacks = reach_of_four_bits(model)
+    return Base(folder, format_of(folder), sizes, bool(further), linear, stacks)
+
+
+def reach_of_four_bits(model: nn.Module) -> tuple[int, int]:
+    """Counts the parameters that bitsandbytes quantises, those of linear layers but for lm_head, and those of stacks of
+    matrices, which it leaves."""
+    linear = (m.weight for name, m in model.named_modules() if isinstance(m, nn.Linear) and "lm_head" not in name)
+    kinds = kinds_of(model)
+    stacks = sum(p.numel() for name, p in model.named_parameters() if kinds[name] == "matrices")
+    return sum(weight.numel() for weight in linear), stacks
 
 
 def left_out(held: dict[str, Tensor], model: Any) -> dict[str, Tensor]:

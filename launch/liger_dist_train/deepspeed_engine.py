@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from liger_dist import LigerDistError, clip_grad_norm_
 
 from .config import TrainConfig
-from .distributed import UnwrittenError
+from .distributed import UnwrittenError, rank
 from .engine import refuse_without_launcher
 from .model import build
 from .optimizer import decayed_parameters, make_optimizer, not_finite
@@ -35,6 +35,12 @@ class DeepSpeedEngine:
 
         from liger_dist.integrations.deepspeed_section import read_section
 
+        if rank() == 0 and not torch.cuda.is_available():
+            print(
+                "DeepSpeed compiles what it communicates with on CPUs at its first start (deepspeed_shm_comm), which "
+                "takes minutes and prints nothing",
+                flush=True,
+            )
         settings = deepspeed_settings(config, dims)
         refuse_without_launcher(dims)
         decayed = decayed_parameters(model, config)

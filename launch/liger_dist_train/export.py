@@ -33,7 +33,9 @@ from .checkpoint import (
 )
 from .config import TrainConfig
 from .model import add_lora, read_weights, weights_dtype
+from .model_card import card_of
 from .optimizer import decays, kinds_of
+from .output_folder import set_usual_modes
 from .safe_pickle import deepspeed_names
 from .state_files import load_state
 from .tokenization import load_tokenizer
@@ -115,8 +117,9 @@ def export(
     if not adapter:
         _let_it_end(model, load_tokenizer(path / MODEL))
     kept_from = None if adapter or description["lora"] is None else base or Path(description["lora"]["model"])
-    _write(model, path / MODEL, to, adapter=adapter, kept_from=kept_from)
     found: int = description["step"]
+    card = None if adapter else card_of(run, found, dtype)
+    _write(model, path / MODEL, to, adapter=adapter, kept_from=kept_from, card=card)
     return found
 
 
@@ -132,11 +135,12 @@ def _to_dtype(model: Any, dtype: torch.dtype) -> None:
             tensor.data = tensor.data.to(torch.float32 if is_kept else dtype)
 
 
-def _write(model: Any, beside: Path, to: Path, *, adapter: bool, kept_from: Path | None) -> None:
+def _write(model: Any, beside: Path, to: Path, *, adapter: bool, kept_from: Path | None, card: str | None) -> None:
     """Writes the model and the files of ``beside``, such as the tokenizer's, into ``to``, which appears complete.
 
     Args:
         kept_from: folder of pretrained weights, of which those that the model has no parameters for are kept.
+        card: text of README.md; None for what PEFT writes.
 
     Raises:
         LigerDistError: the files cannot be written, or those of an export that was cut off are in the way.
@@ -158,6 +162,9 @@ def _write(model: Any, beside: Path, to: Path, *, adapter: bool, kept_from: Path
             dirs_exist_ok=True,
             ignore=shutil.ignore_patterns("config.json", *([GENERATION_CONFIG_NAME] if adapter else [])),
         )
+        if card is not None:
+            (partial / "README.md").write_text(card)
+        set_usual_modes(partial)
         partial.rename(to)
     except BaseException as error:
         # It would take the room that is missing, and be in the way of the next one.

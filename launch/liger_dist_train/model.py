@@ -378,6 +378,8 @@ def _sentences(config: TrainConfig, base: Base) -> list[str]:
     if base.format is not None and not config.load_in_4bit:
         dtype = str(weights_dtype(config)).removeprefix("torch.")
         found.append(f"weights: {base.folder} has them in {base.format}; read in {dtype}, exported in floating point")
+    if config.load_in_4bit:
+        found += four_bit_sentences(base.in_linear_layers, base.in_stacks, config)
     if base.left_out:
         what = "kept in merged exports as they are" if config.lora_rank else "left out, of exports too"
         found.append(f"weights: not of the model, {what}: {base.described()}")
@@ -385,6 +387,17 @@ def _sentences(config: TrainConfig, base: Base) -> list[str]:
         which = f"those of {base.folder}" if base.has_prediction else f"new and random, {base.folder} has none"
         found.append(f"modules that predict further tokens: {which}")
     return found
+
+
+def four_bit_sentences(in_linear_layers: int, in_stacks: int, config: TrainConfig) -> list[str]:
+    """Says what ``--load_in_4bit`` does not reach: nothing for a model without stacks of experts."""
+    if not in_stacks:
+        return []
+    size = in_stacks * weights_dtype(config).itemsize / 2**30
+    return [
+        f"--load_in_4bit: {in_linear_layers / 1e9:.2f} billion parameters of linear layers are in 4 bits, "
+        f"{in_stacks / 1e9:.2f} billion of stacked experts are not, and take {size:.1f} GiB"
+    ]
 
 
 def quantization(dtype: torch.dtype) -> Any:

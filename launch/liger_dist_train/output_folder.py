@@ -179,11 +179,21 @@ def write_folder(folder: Path, write: Callable[[Path], object]) -> None:
         raise LigerDistError(f"{folder} cannot be written: {error}; choose another folder.") from error
     try:
         write(partial / folder.name)
+        set_usual_modes(partial / folder.name)
         _rename(partial / folder.name, folder)
     except Exception as error:  # So general by the tokenizers library.
         raise LigerDistError(f"{folder} cannot be written: {error}; make room, or choose another folder.") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def set_usual_modes(folder: Path) -> None:
+    """Gives files the mode that new files have: libraries write some of them for their owner alone."""
+    mask = os.umask(0)
+    os.umask(mask)
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.chmod(0o666 & ~mask)
 
 
 def _rename(partial: Path, folder: Path) -> None:

@@ -19,6 +19,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from liger_dist import LigerDistError, explain
 
+from .bases import reach_of_four_bits
 from .checkpoint import Checkpoints, Saved, describe_model, refuse_earlier
 from .config import TrainConfig
 from .data_loader import check_sources, find_tokenization, load_data
@@ -36,7 +37,17 @@ from .fault_tolerance import (
 from .hub import with_local_models
 from .memory_plan import plan
 from .metrics import Flops, Metrics, peak_memory_bytes, profiled
-from .model import add_lora, add_mtp, check_base, check_packing, check_wrap, find_config, has_weights_at, shell
+from .model import (
+    add_lora,
+    add_mtp,
+    check_base,
+    check_packing,
+    check_wrap,
+    find_config,
+    four_bit_sentences,
+    has_weights_at,
+    shell,
+)
 from .optimizer import check_no_weight_decay, check_schedule
 from .output_folder import begin, check_shared, goes_on, held, write_text
 from .parallel_dims import ParallelDims, parallel_dims_of
@@ -459,10 +470,13 @@ def _plan(config: TrainConfig) -> None:
         teacher_config = None if config.teacher is None else check_teacher(config, vocab_size)
         model = shell(config, model_config)
         check_packing(config, model)
+        reach = reach_of_four_bits(model)
         if config.lora_rank:
             # A config.json is planned as the folder of a pretrained model.
             model = add_lora(model, config, has_weights=True)
         add_mtp(model, config)
+        if config.load_in_4bit:
+            print("".join(f"{line}\n" for line in four_bit_sentences(*reach, config)), end="")
         print(plan(config, dims, model, model_config, teacher_config))
 
 

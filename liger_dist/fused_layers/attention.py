@@ -29,7 +29,6 @@ from functools import partial
 from inspect import signature
 from itertools import accumulate, pairwise
 from typing import Any
-from weakref import ref
 
 import torch
 import torch.nn.functional as F
@@ -51,6 +50,7 @@ from .document_mask import (
     mask_with_documents,
     notes_on,
     sdpa_function,
+    was_eager,
 )
 from .sink_attention import sink_attention
 from .swap import is_of_framework
@@ -101,10 +101,6 @@ def _tried_lengths(
     return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2), None
 
 
-_WAS_EAGER: dict[int, ref[Any]] = {}
-"""configs by their id in which "liger_dist" has replaced "eager"; they cannot be hashed"""
-
-
 def attention(
     module: nn.Module,
     query: Tensor,
@@ -153,6 +149,8 @@ def attention(
         kwargs.get("output_attentions")
         or _gives_weights(module)
         or any(kwargs.get(name) is not None for name in EAGER_KEYWORDS)
+        # What replaces that of "sdpa" is not for a model with its own.
+        or (is_replaced() and was_eager(getattr(module, "config", None)))
     ):
         mask = _dense(module, mask if documents is None else documents.dense(), query, key)
         return _eager_of(module)(module, query, key, value, mask, scaling=scaling, dropout=dropout, **kwargs)
@@ -163,19 +161,12 @@ def attention(
     return _of_documents(query, key, value, documents, scaling, dropout), None
 
 
-def note_eager(config: Any) -> None:
-    """Takes note that "liger_dist" has replaced "eager" in a config, whose attention gives its weights to hooks."""
-    key = id(config)
-    _WAS_EAGER[key] = ref(config, lambda _: _WAS_EAGER.pop(key, None))
-
-
 def _gives_weights(module: nn.Module) -> bool:
     """True if a forward hook of a user may read the weights of attention that was eager."""
     everywhere = nn.modules.module._global_forward_hooks
     if not (module._forward_hooks or everywhere or "forward" in vars(module)):
         return False
-    noted = _WAS_EAGER.get(id(getattr(module, "config", None)))
-    if noted is None or noted() is not module.config:
+    if not was_eager(getattr(module, "config", None)):
         return False
     readers = [*module._forward_hooks.values(), *everywhere.values(), *filter(None, [vars(module).get("forward")])]
     return any(not is_of_framework(reader) and not _is_of_transformers(reader) for reader in readers)
@@ -385,7 +376,9 @@ def _one_by_one(
 
 def _dense(module: nn.Module, mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
     """Builds the mask of the eager function: zero, or the smallest value of the dtype."""
-    if mask is None and query.shape[2] > 1 and getattr(module, "is_causal", True):
+    # A mask function leaves out the mask of attention in both directions as well.
+    is_causal = getattr(module, "is_causal", True) and getattr(getattr(module, "config", None), "is_causal", True)
+    if mask is None and query.shape[2] > 1 and is_causal:
         position = torch.arange(key.shape[2], device=query.device)
         mask = causal(position[: query.shape[2], None], position, None)[None, None]
     if mask is None or mask.dtype != torch.bool:

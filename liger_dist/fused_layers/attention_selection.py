@@ -14,8 +14,8 @@ from torch import nn
 from liger_dist.model.structure import Structure
 from liger_dist.sharding.accelerate import size_in_accelerate
 
-from .attention import MASKED, NAME, note_eager, register_attention
-from .document_mask import is_replaced
+from .attention import MASKED, NAME, register_attention
+from .document_mask import is_replaced, note_eager
 from .token_dependency import passes_masks_on
 
 OWN = ("sdpa", "eager", NAME, *MASKED.values())

@@ -92,10 +92,18 @@ class Convolution:
         self.own, self.name, self.backend = own, name, backend
         self.function: FunctionType = own[name]
         self._input = next(iter(signature(self.function).parameters))
+        self._activation = self._activation_now()
 
     def is_current(self) -> bool:
-        """True if the function has not been patched since."""
-        return self.own.get(self.name, self.function) is self.function
+        """True if neither the function nor its activation has been patched since."""
+        is_same = self.own.get(self.name, self.function) is self.function
+        return is_same and all(a is b for a, b in zip(self._activation, self._activation_now(), strict=True))
+
+    def _activation_now(self) -> tuple[Any, ...]:
+        """Returns transformers' table of activations in the function's file, its entry, and that entry's forward."""
+        table = unwrap(self.function).__globals__.get("ACT2FN")
+        entry = dict.get(table, "silu") if isinstance(table, dict) else None
+        return table, entry, getattr(entry, "forward", None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.is_current():

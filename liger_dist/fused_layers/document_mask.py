@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import accumulate, pairwise
 from typing import Any, cast
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -115,6 +116,9 @@ def document_mask(**arguments: Any) -> DocumentMask | Tensor | None:
         return given
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
+    if _masks_are_replaced():
+        implementation = "eager" if was_eager(arguments.get("config")) else "sdpa"
+        return cast(Tensor | None, mask_with_documents(implementation, **arguments))
     own: Callable[..., Tensor | None] = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
     of_transformers = arguments
     arguments = _by_length(arguments)
@@ -257,6 +261,30 @@ def _has_documents(arguments: dict[str, Any]) -> bool:
     # A CUDA graph cannot copy lengths to the host: it computes the dense mask in each replay.
     is_captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
     return is_indexed and not torch.compiler.is_compiling() and not is_captured and not is_replaced()
+
+
+_WAS_EAGER: dict[int, ref[Any]] = {}
+"""configs by their id in which "liger_dist" has replaced "eager"; they cannot be hashed"""
+
+
+def note_eager(config: Any) -> None:
+    """Takes note that "liger_dist" has replaced "eager" in a config."""
+    key = id(config)
+    _WAS_EAGER[key] = ref(config, lambda _: _WAS_EAGER.pop(key, None))
+
+
+def was_eager(config: Any) -> bool:
+    """True if "liger_dist" has replaced "eager" in ``config``."""
+    noted = _WAS_EAGER.get(id(config))
+    return noted is not None and noted() is config
+
+
+def _masks_are_replaced() -> bool:
+    """True if another package builds the masks of "sdpa" or "eager"."""
+    from transformers import masking_utils
+
+    entries = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
+    return any(entries[own] is not getattr(masking_utils, f"{own}_mask") for own in ("sdpa", "eager"))
 
 
 def is_replaced() -> bool:

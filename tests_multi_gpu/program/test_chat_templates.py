@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from training_runs import config_for, write_base
+from training_runs import ROOT, config_for, write_base
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from liger_dist_train.chat_template import GENERATION, ChatTemplate
@@ -436,3 +436,39 @@ def test_generation_settings_that_transformers_does_not_write(
     found = json.loads((tmp_path / "model" / "generation_config.json").read_text())
     assert settings.items() <= found.items()
     assert tokenizer.convert_tokens_to_ids("<|user|>") in found["eos_token_id"]
+
+
+PAGE = ROOT / "docs" / "chat_templates.md"
+FIELDS: dict[str, tuple[list[dict[str, Any]], Any, dict[str, Any]]] = {
+    "system": ([{"role": "system", "content": "Be brief"}, user("Hi"), assistant("An answer")], None, {}),
+    "several turns": (KINDS["turns"], None, {}),
+    "tools and calls": (OF_CALLS["OpenAI, arguments as JSON"], TOOLS, {}),
+    "reasoning": (OF_REASONING["reasoning_content"], None, {"train_on": "last_turn"}),
+}
+HEAD = """# Chat templates and the fields of a row
+
+Which fields of a conversation each template writes into the text that is trained on: {count} templates, those that TRL
+{version} ships and three more. *trained* means that every word of the field is in the text, and that the tokens of the
+answers are labels. *bad row* means that the template leaves the field out, or that its labels cannot be determined: the
+row is not trained on, and the message names the field ([labels](training.md#which-tokens-are-labels)). Reasoning is
+that of the last answer, with `--train_on last_turn`. `make templates` writes this page.
+
+| template | {fields} |
+|---|{lines}
+"""
+
+
+def line_of(name: str) -> str:
+    tokenizer = tokenizer_for(name)
+    found = [learned(tokenizer, turns, tools, **options) for turns, tools, options in FIELDS.values()]
+    return f"| {name} | {' | '.join('trained' if isinstance(one, list) else 'bad row' for one in found)} |"
+
+
+def test_the_page_has_every_template(request: pytest.FixtureRequest) -> None:
+    head = HEAD.format(
+        count=len(TEMPLATES), version=trl.__version__, fields=" | ".join(FIELDS), lines="---|" * len(FIELDS)
+    )
+    page = head + "\n".join(map(line_of, sorted(TEMPLATES))) + "\n"
+    if request.config.getoption("--write-pages"):
+        PAGE.write_text(page)
+    assert PAGE.read_text() == page
