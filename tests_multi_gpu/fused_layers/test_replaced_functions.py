@@ -59,12 +59,11 @@ def _of_two_tokens(own: Any) -> Callable[..., Any]:
 @contextmanager
 def masks(own: str) -> Iterator[None]:
     entries: Any = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
-    before = entries[own]
-    entries[own] = _of_two_tokens(before)
+    entries[own] = _of_two_tokens(entries[own])
     try:
         yield
     finally:
-        entries[own] = before
+        del entries[own]
 
 
 @contextmanager
@@ -79,7 +78,7 @@ def half_attention() -> Iterator[None]:
     try:
         yield
     finally:
-        entries["sdpa"] = sdpa_attention.sdpa_attention_forward
+        del entries["sdpa"]
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
