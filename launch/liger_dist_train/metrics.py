@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import sys
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,8 +28,10 @@ from .distributed import on_rank_zero, rank
 from .output_folder import write_text
 
 METRICS = "metrics.jsonl"
-SHOWN = {"loss": "{:.3f}", "eval_loss": "{:.3f}", "tokens_per_second": "{:.0f}", "mfu": "{:.1%}", "epoch": "{:.2f}"}
+SHOWN = {"loss": "{:.3f}", "eval_loss": "{:.3f}", "tokens_per_second": "{:.0f}", "mfu": "{:.1%}"}
 """of the newest row, in the progress bar"""
+IN_LINES = SHOWN | {"grad_norm": "{:.3g}", "epoch": "{:.2f}", "tokens": "{:.3g}"}
+"""of the newest row, in the lines that a file gets instead"""
 
 
 class Metrics:
@@ -47,6 +50,7 @@ class Metrics:
         self._trackers: list[Any] = []
         self._newest: dict[str, Any] = {}
         """last value of everything that a row had"""
+        self._began, self._num_rows = time.perf_counter(), 0
         on_rank_zero(lambda: self._start(config, first_step))
         if self._is_writer:
             # A file gets lines; what a bar draws over itself would be one line of megabytes.
@@ -86,15 +90,21 @@ class Metrics:
                     rest = rest[self._file.write(rest) :]
             self._track(row)
         self._newest |= row
-        newest = self._newest
-        shown = {name: form.format(newest[name]) for name, form in SHOWN.items() if name in newest}
-        shown |= {"tokens": f"{newest['tokens']:.3g}", "peak": f"{newest['peak_memory_bytes'] / 2**30:.2f} GiB"}
+        self._num_rows += 1
         if not self._bar.disable:
-            self._bar.set_postfix(shown, refresh=False)
+            self._bar.set_postfix(self._shown(SHOWN), refresh=False)
             self._bar.update(1)
         elif is_written:
-            words = ", ".join(f"{name} {value}" for name, value in shown.items() if name != "eval_loss" or name in row)
-            print(f"step {step}/{self._num_steps}: {words}", file=sys.stderr, flush=True)
+            shown = self._shown({name: form for name, form in IN_LINES.items() if name in row})
+            words = ", ".join(f"{name} {value}" for name, value in shown.items())
+            seconds = (time.perf_counter() - self._began) / self._num_rows
+            left = tqdm.format_interval(seconds * (self._num_steps - step))
+            print(f"step {step}/{self._num_steps}: {words}, {seconds:.3g} s a step, {left} left", file=sys.stderr)
+
+    def _shown(self, forms: dict[str, str]) -> dict[str, str]:
+        newest = self._newest
+        shown = {name: form.format(newest[name]) for name, form in forms.items() if name in newest}
+        return shown | {"peak": f"{newest['peak_memory_bytes'] / 2**30:.2f} GiB"}
 
     def _track(self, row: dict[str, Any]) -> None:
         """Gives the trackers a step's numbers; one that fails is left out from then on."""

@@ -56,12 +56,14 @@ def find_config(config: TrainConfig, vocab_size: int) -> Any:
             f"the tokenizer has {vocab_size} entries but the model {path} has only {available}; use the tokenizer that "
             "the model was trained with (--tokenizer), or resize its embeddings first."
         )
-    positions = getattr(found.get_text_config(), "max_position_embeddings", None)
-    if isinstance(positions, int) and config.sequence_length > positions:
-        raise LigerDistError(
-            f"--sequence_length is {config.sequence_length} but the model {path} has {positions} positions "
-            "(max_position_embeddings); lower it, or change the model's config."
-        )
+    # MPT's name is the second one.
+    for name in ("max_position_embeddings", "max_seq_len"):
+        positions = getattr(found.get_text_config(), name, None)
+        if isinstance(positions, int) and config.sequence_length > positions:
+            raise LigerDistError(
+                f"--sequence_length is {config.sequence_length} but the model {path} has {positions} positions "
+                f"({name}); lower it, or change the model's config."
+            )
     return found
 
 
