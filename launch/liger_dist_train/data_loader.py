@@ -16,6 +16,7 @@ from torch import Tensor
 
 from liger_dist import LigerDistError
 
+from .cache import size_of
 from .config import TrainConfig
 from .dataset import Piece, TokenTable, use_cache
 from .distributed import gathered, on_rank_zero, rank
@@ -304,10 +305,11 @@ def _prepare(config: TrainConfig, tokenization: Tokenization, source: Source, ev
         max_bad_rows=config.max_bad_rows,
         num_proc=config.num_proc,
     )
-    counts = prepared.counts
+    counts, folder = prepared.counts, prepared.shards[0].parent
     print(
         f"data: {counts['source']}: {counts['documents_read']} documents read, {counts['documents']} with "
-        f"{counts['tokens']} tokens, {counts['skipped']} skipped",
+        f"{counts['tokens']} tokens, {counts['skipped']} skipped; {size_of(folder) / 2**20:.1f} MiB in {folder} "
+        "(liger-dist cache lists and removes such)",
         flush=True,
     )
     return prepared

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields, replace
 from importlib.util import find_spec
+from inspect import unwrap
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from liger_dist import LigerDistError, WrapConfig, compile_layers, explain, register_attention, sharded_loading, wrap
+from liger_dist.fused_head.fused_model import loss_of, original_forward_of
 from liger_dist.fused_layers.packed_calls import is_recurrent, packing_objection
 from liger_dist.model.compile import reason_against_compiling as compile_is_no_gain
 from liger_dist.model.structure import find_structure
 from liger_dist.mtp import MultiTokenPrediction, has_prediction
 from liger_dist.sharding import STRATEGIES
 from liger_dist.sharding.base import Strategy
+from liger_dist.wrap import inner_model
 
 from .bases import Base, look_at, reading_options, without_prediction
 from .config import TrainConfig
@@ -179,6 +182,7 @@ def build(config: TrainConfig, dims: ParallelDims, model: nn.Module, wrapping: W
     strategy: Any = "auto" if dims.expert_parallel > 1 else strategy_of(config, dims, dims.mesh(device().type))
     with _zeros_in_lora_layers(model):
         wrapped = wrap(model, strategy, config=wrap_config(config, wrapping or WrapConfig()))
+    check_loss(wrapped)
     if has_weights and not is_full_first:
         load_pretrained(wrapped, lambda: read_model(config, weights_dtype(config)))
     elif dims.expert_parallel > 1:
@@ -188,6 +192,30 @@ def build(config: TrainConfig, dims: ParallelDims, model: nn.Module, wrapping: W
         print(f"lm_head: {explanation.adapter or 'its own'} ({explanation.fused})", flush=True)
         print(f"layers: {'compiled, in the first step' if reason is None else f'not compiled ({reason})'}", flush=True)
     return wrapped
+
+
+def check_loss(wrapped: nn.Module) -> None:
+    """Refuses a model whose loss is another one than the mean over the labels of a whole step.
+
+    Raises:
+        LigerDistError: its forward ignores the number of labels, so that micro-batches would multiply the loss, or does
+            not shift labels, so that each token would predict itself.
+    """
+    inner = inner_model(wrapped)
+    loss = loss_of(inner)
+    recipe = None if loss is None else loss.recipe
+    # A loss that is not fused divides by the number of labels where it is transformers' own.
+    code: Any = getattr(unwrap(original_forward_of(inner)), "__code__", None)
+    calls_own = code is None or "loss_function" in code.co_names
+    takes_num_items = calls_own if recipe is None else recipe.takes_num_items
+    if takes_num_items and (recipe is None or recipe.targets != "same"):
+        return
+    is_shifted = recipe is None or recipe.targets != "same"
+    what = "ignores num_items_in_batch" if is_shifted else "does not shift labels"
+    raise LigerDistError(
+        f"the forward of {type(inner).__name__} {what}, which liger-dist train relies on for a loss over all labels of "
+        "a step; train it in your own loop with liger_dist.wrap, or choose another model."
+    )
 
 
 def reason_against_compiling(config: TrainConfig, strategy: str, model: nn.Module) -> str | None:

@@ -82,6 +82,25 @@ def matrices_of_layers(model: nn.Module, config: TrainConfig) -> frozenset[str]:
     return frozenset(name for name, p in named if id(p) in inside and kinds[name] in ("matrix", "matrices"))
 
 
+def has_decay(name: str, decayed: frozenset[str], config: TrainConfig) -> bool:
+    """True for a trained parameter with weight decay: one of ``decayed``, or a matrix of LoRA."""
+    is_lora_matrix = ".lora_A." in name or ".lora_B." in name
+    return name in decayed or (is_lora_matrix and not is_named(name, config.no_weight_decay))
+
+
+def rules_of(model: nn.Module, config: TrainConfig) -> str:
+    """Says how many parameters each rule of the optimizer trains, of the model without storage."""
+    decayed, matrices = decayed_parameters(model, config), matrices_of_layers(model, config)
+    counts: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            is_decayed = bool(config.weight_decay) and has_decay(name, decayed, config)
+            decay = f"weight decay {config.weight_decay:g}" if is_decayed else "no weight decay"
+            rule = f"{'Muon' if name in matrices else 'AdamW'} with {decay}"
+            counts[rule] = counts.get(rule, 0) + parameter.numel()
+    return "; ".join(f"{rule}: {count:,} parameters" for rule, count in counts.items())
+
+
 def make_optimizer(
     model: nn.Module, config: TrainConfig, decayed: frozenset[str], matrices: frozenset[str] = frozenset()
 ) -> Optimizer:
@@ -94,15 +113,14 @@ def make_optimizer(
     groups: dict[Any, dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            is_lora_matrix = ".lora_A." in name or ".lora_B." in name
             # A shard may have one dimension, so that its own does not say.
-            has_decay = clean(name) in decayed or (is_lora_matrix and not is_named(name, config.no_weight_decay))
-            decay = config.weight_decay if has_decay else 0.0
+            is_decayed = has_decay(clean(name), decayed, config)
+            decay = config.weight_decay if is_decayed else 0.0
             is_matrix = clean(name) in matrices
             # 8-bit states do not mix plain tensors with DTensors, or DTensors of two meshes.
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
             mesh = mesh if config.optimizer == "adamw_8bit" else None
-            group = groups.setdefault((has_decay, mesh, is_matrix), {"params": [], "weight_decay": decay})
+            group = groups.setdefault((is_decayed, mesh, is_matrix), {"params": [], "weight_decay": decay})
             group["params"].append(parameter)
     settings: dict[str, Any] = {
         "lr": config.learning_rate,

@@ -48,7 +48,7 @@ from .model import (
     has_weights_at,
     shell,
 )
-from .optimizer import check_no_weight_decay, check_schedule
+from .optimizer import check_no_weight_decay, check_schedule, rules_of
 from .output_folder import begin, check_shared, goes_on, held, write_text
 from .parallel_dims import ParallelDims, parallel_dims_of
 from .parser import changes_text, to_yaml
@@ -140,6 +140,8 @@ def _checked_shell(config: TrainConfig, model_config: Any) -> Any:
     model = add_lora(model, config, has_weights=has_weights_at(config.model)) if config.lora_rank else model
     add_mtp(model, config)
     check_no_weight_decay(config, model)
+    if not config.eval_only:
+        _say(f"optimizer: {rules_of(model, config)}")
     return model
 
 
@@ -426,10 +428,11 @@ def _resolved(config: TrainConfig, dims: ParallelDims, saved: Saved | None) -> T
     named: dict[str, Any] = {"strategy": dims.strategy}
     resolved = replace(config, global_batch_size=size, global_batch_tokens=None, **named)
     micro_batches = dims.micro_batches(config, size)
+    batches = f"{micro_batches} micro-batch{'es' * (micro_batches > 1)}"
+    ranks = f"each of {dims.data_size} data ranks" if dims.data_size > 1 else "one data rank"
     _say(
-        f"{changes_text(config)}\n{dims}, {config.dtype}; "
-        f"a step is {size} sequences of {config.sequence_length} tokens: "
-        f"{micro_batches} micro-batches of {config.batch_size} on each of {dims.data_size} data ranks"
+        f"{changes_text(config)}\n{dims}, {config.dtype}; a step is {size} sequences of {config.sequence_length} tokens: "
+        f"{batches} of {config.batch_size} on {ranks}"
     )
     return resolved
 

@@ -346,7 +346,8 @@ def router_coefficient(model: nn.Module) -> float:
     config = inner.config.get_text_config()
     if not getattr(config, "output_router_logits", False):
         return 0.0
-    factor = getattr(config, "router_aux_loss_coef", None)
+    # JetMoe's name is the second one.
+    factor = getattr(config, "router_aux_loss_coef", getattr(config, "aux_loss_coef", None))
     if not isinstance(factor, int | float):
         raise LigerDistError(
             f"{type(config).__name__} has output_router_logits and no router_aux_loss_coef (got {factor!r}), so that "

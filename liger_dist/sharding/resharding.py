@@ -154,7 +154,8 @@ class _Root(BeforeStep):
         return (
             self._fsdp is fsdp2_forward
             or self._inputs_train
-            or any(parameter.requires_grad for parameter in self.module.parameters())
+            # Without the model's parameters(), at which FSDP's are resharded.
+            or any(p is not None and p.requires_grad for m in self.module.modules() for p in m._parameters.values())
         )
 
     @untraced

@@ -19,7 +19,8 @@ pytestmark = pytest.mark.skipif(torch.cuda.device_count() >= 2, reason="calls ar
 
 def end_by(number: int, marker: Path, times: int) -> int:
     """Rank 1 ends by a signal in the first calls, and counts them in a file."""
-    calls = int(marker.read_text()) if marker.exists() else 0
+    # Empty while the other rank writes it.
+    calls = int((marker.read_text() if marker.exists() else "") or 0)
     if os.environ["RANK"] == "1" and calls < times:
         marker.write_text(str(calls + 1))
         if number != signal.SIGKILL:
