@@ -431,8 +431,8 @@ def _resolved(config: TrainConfig, dims: ParallelDims, saved: Saved | None) -> T
     batches = f"{micro_batches} micro-batch{'es' * (micro_batches > 1)}"
     ranks = f"each of {dims.data_size} data ranks" if dims.data_size > 1 else "one data rank"
     _say(
-        f"{changes_text(config)}\n{dims}, {config.dtype}; a step is {size} sequences of {config.sequence_length} tokens:"
-        f" {batches} of {config.batch_size} on {ranks}"
+        f"{changes_text(config)}\n{dims}, {config.dtype}; a step is {size} sequences of {config.sequence_length} "
+        f"tokens: {batches} of {config.batch_size} on {ranks}"
     )
     return resolved
 
