@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from inspect import unwrap
 from typing import Any
 
 from torch import nn
 
+from .fused_head.fused_model import original_forward_of
 from .fused_layers import LayerReport
 from .model.compile import compiled_call
 from .model.peft import active_head, base_head
@@ -40,6 +42,8 @@ class Explanation:
     """memory of frozen parameters under FSDP, sharded and replicated; None without any, or for one rank"""
     router_loss: str | None = None
     """how the model adds the loss of its routers to that of the tokens; None if it does not"""
+    labels: str | None = None
+    """how the loss differs from the mean of the next tokens over ``num_items_in_batch``; None if it does not"""
 
     def __str__(self) -> str:
         rows = [*self.facts.lines(), ("loss", self.fused), ("adapter", self.adapter or "none")]
@@ -49,6 +53,7 @@ class Explanation:
         rows += [] if self.compiled is None else [("compiled layers", self.compiled)]
         rows += [] if self.frozen is None else [("frozen weights", self.frozen)]
         rows += [] if self.router_loss is None else [("router loss", self.router_loss)]
+        rows += [] if self.labels is None else [("labels", self.labels)]
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
@@ -87,6 +92,7 @@ def explain(model: nn.Module) -> Explanation:
         compiled=_compiled(record),
         frozen=record.frozen,
         router_loss=_router_loss(inner),
+        labels=_labels(inner, record),
     )
 
 
@@ -94,6 +100,18 @@ def _described(record: Wrapped) -> str:
     depth = len(record.structure.prediction_layers)
     further = f"; multi-token prediction of depth {depth}" if depth else ""
     return (f"not fused: {record.unfused_reason}" if record.recipe is None else str(record.recipe)) + further
+
+
+def _labels(model: nn.Module, record: Wrapped) -> str | None:
+    recipe = record.recipe
+    if recipe is not None and recipe.targets == "same":
+        return "the forward does not shift them: each token is scored against its own label"
+    # A loss that is not fused divides where it is transformers' own.
+    code: Any = getattr(unwrap(original_forward_of(model)), "__code__", None)
+    calls_own = code is None or "loss_function" in code.co_names
+    if calls_own if recipe is None else recipe.takes_num_items:
+        return None
+    return "the forward computes the mean over those of the call and ignores num_items_in_batch"
 
 
 def _router_loss(model: nn.Module) -> str | None:

@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from liger_dist.trials.isolated import StandIn, torch_defaults
+
 from .errors import LigerDistError
 from .fused_head.announced import Announced
 from .fused_head.call import IGNORE_INDEX, inputs_of, note_loss, unnoted_losses
@@ -43,7 +45,6 @@ from .model.prediction import (
 )
 from .model.prediction_checkpoints import has_flat_names, name_in_checkpoint, read_parts
 from .model.prediction_checkpoints import has_prediction as has_prediction
-from .model.stand_ins import StandIn, torch_defaults
 from .model.structure import PREDICTION, Structure, embedding_of, find_structure
 
 

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from liger_dist.model.document_rows import DocumentRows, as_packed_row, as_padded_rows, rows_of
+
 from .config import LOGITS
 from .distillation import OPTIONS, distillation_loss, loss_of_full_logits
 from .errors import LigerDistError
@@ -20,7 +22,6 @@ from .explain import explain
 from .fused_head.call import IGNORE_INDEX, noted_losses
 from .fused_head.model_loss import FusedLoss
 from .fused_head.outside_calls import checked_call, shared_mean
-from .fused_layers.document_rows import DocumentRows, as_packed_row, as_padded_rows, rows_of
 from .model.documents import LENGTHS, read_documents
 from .model.peft import active_head
 from .rank_agreement import GradientErrors, disagreements, disagreements_of_gradients

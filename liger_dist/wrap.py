@@ -17,6 +17,8 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from liger_dist.trials.isolated import torch_defaults
+
 from .config import LOGITS, WrapConfig
 from .errors import LigerDistError
 from .fused_head.call import check_outputs
@@ -35,7 +37,6 @@ from .losses.spec import as_output_names
 from .model.compile import compiled_call
 from .model.peft import base_model_of, own_loss
 from .model.quantized import keep_order_of_bytes
-from .model.stand_ins import torch_defaults
 from .model.structure import Structure, find_structure, full_shape, initializer_of
 from .sequences import check_sequence_parallel, guard_decoder
 from .sharding import as_strategy, encoders, has_collectives, resharding

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields, replace
 from importlib.util import find_spec
-from inspect import unwrap
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +18,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from liger_dist import LigerDistError, WrapConfig, compile_layers, explain, register_attention, sharded_loading, wrap
-from liger_dist.fused_head.fused_model import loss_of, original_forward_of
 from liger_dist.fused_layers.packed_calls import is_recurrent, packing_objection
 from liger_dist.model.compile import reason_against_compiling as compile_is_no_gain
 from liger_dist.model.structure import find_structure
 from liger_dist.mtp import MultiTokenPrediction, has_prediction
 from liger_dist.sharding import STRATEGIES
 from liger_dist.sharding.base import Strategy
-from liger_dist.wrap import inner_model
 
 from .bases import Base, look_at, reading_options, without_prediction
 from .config import TrainConfig
@@ -201,21 +198,12 @@ def check_loss(wrapped: nn.Module) -> None:
         LigerDistError: its forward ignores the number of labels, so that micro-batches would multiply the loss, or does
             not shift labels, so that each token would predict itself.
     """
-    inner = inner_model(wrapped)
-    loss = loss_of(inner)
-    recipe = None if loss is None else loss.recipe
-    # A loss that is not fused divides by the number of labels where it is transformers' own.
-    code: Any = getattr(unwrap(original_forward_of(inner)), "__code__", None)
-    calls_own = code is None or "loss_function" in code.co_names
-    takes_num_items = calls_own if recipe is None else recipe.takes_num_items
-    if takes_num_items and (recipe is None or recipe.targets != "same"):
-        return
-    is_shifted = recipe is None or recipe.targets != "same"
-    what = "ignores num_items_in_batch" if is_shifted else "does not shift labels"
-    raise LigerDistError(
-        f"the forward of {type(inner).__name__} {what}, which liger-dist train relies on for a loss over all labels of "
-        "a step; train it in your own loop with liger_dist.wrap, or choose another model."
-    )
+    objection = explain(wrapped).labels
+    if objection is not None:
+        raise LigerDistError(
+            f"the loss of {type(wrapped).__name__} is no mean over all labels of a step, of the next token each: "
+            f"{objection}. Train it in your own loop with liger_dist.wrap, or choose another model."
+        )
 
 
 def reason_against_compiling(config: TrainConfig, strategy: str, model: nn.Module) -> str | None:

@@ -28,7 +28,7 @@ from liger_dist.losses.spec import (
     Uncast,
     as_output_names,
 )
-from liger_dist.model.decorators import renamed_keywords
+from liger_dist.model.keywords import renamed_keywords
 
 from .recipe import LossRecipe
 

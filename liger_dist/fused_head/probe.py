@@ -19,9 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_dist.errors import LogitsNotComputedError
+from liger_dist.model.class_swap import swapped
 from liger_dist.model.peft import heads_at
-from liger_dist.model.stand_ins import stand_ins, swapped
 from liger_dist.model.structure import Structure, full_shape
+from liger_dist.trials.isolated import stand_ins
 
 from .logits import HOW_TO_GET_LOGITS, FusedLogits, TensorOperand, with_operands
 from .probe_matching import IGNORED, Arrival, Finished, FurtherLabels, alignments, candidates, further_labels

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from liger_dist.errors import LigerDistError
-from liger_dist.model.stand_ins import torch_defaults
+from liger_dist.trials.isolated import LeftAloneError, torch_defaults
+from liger_dist.trials.model_run import CannotRunError, Groups, find_shared_inputs
 from liger_dist_kernels import Backend
 
 from .experts import EXPERTS, LOW_RANK_EXPERTS
@@ -21,9 +22,7 @@ from .gated_norm import GATED_NORM
 from .lora import LOW_RANK, link_siblings
 from .norm import NORM
 from .rotary import ROTARY
-from .shared_inputs import Groups, find_shared_inputs
-from .swap import Kind, LeftAloneError, Swapped, match_of, restore_forward, swap_forward
-from .token_dependency import CannotRunError
+from .swap import Kind, Swapped, match_of, restore_forward, swap_forward
 
 KINDS: tuple[Kind, ...] = (GATED_NORM, NORM, LOW_RANK_EXPERTS, LOW_RANK, EXPERTS, GATED_MLP, ROTARY)
 """Kinds of layers in order; a module is swapped by the first kind that recognizes and matches it."""

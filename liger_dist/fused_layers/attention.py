@@ -39,6 +39,7 @@ from liger_dist.errors import LigerDistError
 from liger_dist.model.documents import LENGTHS, read_lengths
 from liger_dist.model.torch_modes import untraced
 from liger_dist.sharding.sequence_parallel import SequenceAxis, gather_tokens, scatter_tokens, sequence_axis_of
+from liger_dist.trials.model_run import BY_LENGTHS, CannotRunError
 
 from .document_mask import (
     AttentionFunction,
@@ -54,7 +55,6 @@ from .document_mask import (
 )
 from .sink_attention import sink_attention
 from .swap import is_of_framework
-from .token_dependency import BY_LENGTHS, CannotRunError
 
 NAME = "liger_dist"
 MASKED = {own: f"{NAME}_{own}" for own in ("eager", "sdpa")}

@@ -13,10 +13,10 @@ from torch import nn
 
 from liger_dist.model.structure import Structure
 from liger_dist.sharding.accelerate import size_in_accelerate
+from liger_dist.trials.model_run import passes_masks_on
 
 from .attention import MASKED, NAME, register_attention
 from .document_mask import is_replaced, note_eager
-from .token_dependency import passes_masks_on
 
 OWN = ("sdpa", "eager", NAME, *MASKED.values())
 """implementations that it may replace; another model with the same config may have selected "liger_dist" already"""

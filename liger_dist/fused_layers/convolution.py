@@ -3,7 +3,7 @@ one.
 
 In transformers a recurrent layer calls a function of its module, ``causal_conv1d_fn``, with the weight of a Conv1d. A
 function whose code in torch agrees with the kernels' definition on probe values, forward and backward, is replaced in a
-copy of the layer's forward, see :mod:`.replaced_globals`.
+copy of the layer's forward, see :mod:`liger_dist.trials.functions`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from liger_dist.errors import refuse_second_order
-from liger_dist.model.stand_ins import torch_defaults
+from liger_dist.trials.functions import called_functions
+from liger_dist.trials.isolated import torch_defaults
+from liger_dist.trials.kinds import agrees
 from liger_dist_kernels import MOST_TAPS, Activation, Backend, causal_convolution_bwd, causal_convolution_fwd
 
 from .norm import refuse_freed
-from .replaced_globals import called_functions
-from .swap import agrees, is_local, runs_own_code
+from .swap import is_local, runs_own_code
 
 TOLERANCE = 1e-5
 PARAMETERS = ("weight", "bias", "activation")

@@ -24,27 +24,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_dist.errors import LigerDistError
+from liger_dist.model.class_swap import swapped
 from liger_dist.model.peft import only_plain_adapter
-from liger_dist.model.stand_ins import swapped
 from liger_dist.model.torch_modes import is_transformed
+from liger_dist.trials.attributes import Attributes, numbers_of
+from liger_dist.trials.isolated import LeftAloneError, probing
+from liger_dist.trials.kinds import PROBE_SCALES, agrees
 from liger_dist_kernels import ACTIVATIONS, Backend, GateOptions
 from liger_dist_kernels.expert_activation import gate_in_torch, split_projection
 
 from .grouped_experts import ExpertOptions, ExpertTensors, experts, supports
-from .swap import (
-    PROBE_SCALES,
-    Attributes,
-    Kind,
-    LeftAloneError,
-    PartState,
-    Swapped,
-    agrees,
-    has_hooks,
-    is_local,
-    match_of,
-    numbers_of,
-    probing,
-)
+from .swap import Kind, PartState, Swapped, has_hooks, is_local, match_of
 
 NAME = "liger_dist"
 """of the implementation, in transformers' interface"""

@@ -22,29 +22,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_dist.errors import refuse_second_order
+from liger_dist.model.class_swap import swapped
 from liger_dist.model.peft import hooks_rows
-from liger_dist.model.stand_ins import StandIn, swapped, without_hooks
 from liger_dist.model.torch_modes import is_transformed
 from liger_dist.sharding.deepspeed import is_stored_by_zero3
+from liger_dist.trials.attributes import Attributes
+from liger_dist.trials.isolated import LeftAloneError, StandIn, in_mode, probing, without_hooks
+from liger_dist.trials.kinds import PROBE_SCALES, agrees
 from liger_dist_kernels import ACTIVATIONS, Activation, Backend, gated_activation_bwd, gated_activation_fwd
 
 from .mlp_tiles import compute_in_tiles, linear_without_output
 from .recompute import RecomputedFunction, free_copy, note_output, should_recompute
-from .swap import (
-    PROBE_SCALES,
-    Attributes,
-    Kind,
-    LeftAloneError,
-    PartState,
-    agrees,
-    in_mode,
-    is_local,
-    is_plain_linear,
-    match_of,
-    original_forward,
-    probing,
-    runs_own_code,
-)
+from .swap import Kind, PartState, is_local, is_plain_linear, match_of, original_forward, runs_own_code
 
 TOLERANCE = 1e-5
 _ZERO_LEAF = "_z3_leaf"

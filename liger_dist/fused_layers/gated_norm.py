@@ -8,7 +8,7 @@ and backward, in fp32 and bf16, is the match.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
@@ -18,14 +18,16 @@ import torch
 from torch import Tensor, nn
 
 from liger_dist.errors import refuse_second_order
-from liger_dist.model.stand_ins import swapped
 from liger_dist.model.structure import full_shape
+from liger_dist.trials.attributes import Attributes, numbers_of
+from liger_dist.trials.isolated import LeftAloneError, probing
+from liger_dist.trials.kinds import Trial
 from liger_dist_kernels import Backend, GatedNormOptions, gated_norm_bwd, gated_norm_fwd
 
 from .layout import in_layout
 from .norm import refuse_freed
 from .recompute import RecomputedFunction, free_copy, note_output, should_recompute
-from .swap import Attributes, Kind, LeftAloneError, agrees, in_mode, is_local, numbers_of, probing, runs_own_code
+from .swap import Kind, is_local, runs_own_code
 
 TOLERANCE = 1e-5
 MOST_FEATURES = 8192
@@ -126,85 +128,44 @@ def _match(module: nn.Module, backend: Backend) -> GatedNormMatch:
     if _arguments(module)[1:] != ["gate"]:
         raise LeftAloneError(f"its forward takes {', '.join(_arguments(module))}")
     with probing(module):
-        probe = _Probe(module, shape[0])
-        options = next((options for options in probe.candidates() if probe.agrees(options)), None)
+        trial = _trial_of(module, shape[0])
+        candidates = _candidates(module, shape[0])
+        options = next((one for one in candidates if all(trial.agrees(one, training=t) for t in (False, True))), None)
         if options is None:
             raise LeftAloneError("its forward is no RMSNorm of the last dim with a gate")
-        rounded = probe.rounding(options)
+        ways = (replace(options, round_before_weight=before) for before in (True, False))
+        rounded = trial.first_that_rounds_alike(ways)
         if rounded is None:
             raise LeftAloneError("it rounds in a way that is not known")
         if shape[0] > MOST_FEATURES * rounded.groups:
             raise LeftAloneError(f"its groups have more than {MOST_FEATURES} features")
-        return GatedNormMatch(options=rounded, backend=backend, attributes=probe.attributes)
+        return GatedNormMatch(options=rounded, backend=backend, attributes=trial.attributes)
 
 
-class _Probe:
-    """Original forward of one module on probe values.
+def _trial_of(module: nn.Module, width: int) -> Trial[GatedNormOptions]:
+    generator = torch.Generator().manual_seed(0)
+    # Rows of very different sizes, so that the position of eps shows.
+    sizes = torch.tensor([300.0, 3.0, 1.0, 1e-2, 1e-3])[:, None]
+    x, gate = (torch.randn(1, 5, width, generator=generator) * scale for scale in (sizes, torch.tensor(3.0)))
+    weight = torch.randn(width, generator=generator)
+    return Trial(module, (x, gate), {"weight": weight}, _of_options, tolerance=TOLERANCE)
 
-    Args:
-        width: features.
-    """
 
-    def __init__(self, module: nn.Module, width: int) -> None:
-        self._module, self.attributes = module, Attributes(module)
-        generator = torch.Generator().manual_seed(0)
-        # Rows of very different sizes, so that the position of eps shows.
-        sizes = torch.tensor([300.0, 3.0, 1.0, 1e-2, 1e-3])[:, None]
-        self._x = torch.randn(1, 5, width, generator=generator) * sizes
-        self._gate = 3 * torch.randn(1, 5, width, generator=generator)
-        self._weight = torch.randn(width, generator=generator)
+def _of_options(inputs: Sequence[Tensor], values: Mapping[str, Tensor], options: GatedNormOptions) -> Tensor:
+    x, gate = inputs
+    return gated_norm(x, gate, values["weight"], options=options, backend="reference")
 
-    def candidates(self) -> Iterator[GatedNormOptions]:
-        """Yields options without rounding: numbers that the module has, and both orders."""
-        found = numbers_of(self._module)
-        numbers = sorted({value for value in found if isinstance(value, float) and 0 < value < 0.1})
-        width = len(self._weight)
-        counts = {value for value in found if isinstance(value, int) and 0 < value <= width and width % value == 0}
-        groups = sorted({1} | counts | {width // count for count in counts})
-        for eps in numbers:
-            for group in groups:
-                for gates_first in (False, True):
-                    for activation in ("silu", "sigmoid"):
-                        yield GatedNormOptions(eps=eps, activation=activation, gates_first=gates_first, groups=group)
 
-    def _own(self, x: Tensor, gate: Tensor, weight: Tensor, *, training: bool = False) -> Tensor:
-        noting = self.attributes.noting(self._module)
-        with swapped(self._module._parameters, "weight", weight), in_mode(self._module, training), noting:
-            result: Tensor = type(self._module).forward(self._module, x, gate)
-        return result
-
-    @staticmethod
-    def _ours(x: Tensor, gate: Tensor, weight: Tensor, options: GatedNormOptions) -> Tensor:
-        return gated_norm(x, gate, weight, options=options, backend="reference")
-
-    def agrees(self, options: GatedNormOptions) -> bool:
-        """True if outputs and gradients are the module's, in training and evaluation."""
-        return all(self._agrees(options, training) for training in (False, True))
-
-    def _agrees(self, options: GatedNormOptions, training: bool) -> bool:
-        def run(is_original: bool) -> tuple[list[Tensor], list[Tensor]]:
-            leaves = [tensor.clone().requires_grad_() for tensor in (self._x, self._gate, self._weight)]
-            x, gate, weight = leaves
-            if is_original:
-                return [self._own(x, gate, weight, training=training)], leaves
-            return [self._ours(x, gate, weight, options)], leaves
-
-        return agrees(run, tolerance=TOLERANCE)
-
-    def rounding(self, options: GatedNormOptions) -> GatedNormOptions | None:
-        """Adds the module's rounding to the options, from bf16 rows and weights of two dtypes; None if it is
-        unknown."""
-        for round_before_weight in (True, False):
-            candidate = replace(options, round_before_weight=round_before_weight)
-            if all(self._rounds_alike(candidate, dtype) for dtype in (torch.bfloat16, torch.float32)):
-                return candidate
-        return None
-
-    def _rounds_alike(self, options: GatedNormOptions, dtype: torch.dtype) -> bool:
-        x, gate, weight = self._x.bfloat16(), self._gate.bfloat16(), self._weight.to(dtype)
-        with torch.no_grad():
-            own, ours = self._own(x, gate, weight), self._ours(x, gate, weight, options)
-        return own.dtype == ours.dtype and float((own == ours).float().mean()) > 0.97
+def _candidates(module: nn.Module, width: int) -> Iterator[GatedNormOptions]:
+    """Yields options without rounding: numbers that the module has, and both orders."""
+    found = numbers_of(module)
+    numbers = sorted({value for value in found if isinstance(value, float) and 0 < value < 0.1})
+    counts = {value for value in found if isinstance(value, int) and 0 < value <= width and width % value == 0}
+    for eps in numbers:
+        for groups in sorted({1} | counts | {width // count for count in counts}):
+            for gates_first in (False, True):
+                for activation in ("silu", "sigmoid"):
+                    yield GatedNormOptions(eps=eps, activation=activation, gates_first=gates_first, groups=groups)
 
 
 def _compute(

@@ -23,25 +23,17 @@ import torch
 from torch import Tensor, nn
 
 from liger_dist.errors import refuse_second_order
+from liger_dist.model.class_swap import swapped
 from liger_dist.model.peft import has_lora, only_plain_adapter
 from liger_dist.model.quantized import dequantized, is_four_bit_linear, quant_state
-from liger_dist.model.stand_ins import swapped
 from liger_dist.model.torch_modes import in_checkpoint
 from liger_dist.sharding.deepspeed import is_stored_by_zero3
+from liger_dist.trials.isolated import LeftAloneError, probing
+from liger_dist.trials.kinds import agrees
+from liger_dist.trials.model_run import Groups
 from liger_dist_kernels import Backend
 
-from .shared_inputs import Groups
-from .swap import (
-    Kind,
-    LeftAloneError,
-    agrees,
-    has_hooks,
-    is_local,
-    is_plain_linear,
-    match_of,
-    probing,
-    runs_own_code,
-)
+from .swap import Kind, has_hooks, is_local, is_plain_linear, match_of, runs_own_code
 
 TOLERANCE = 1e-5
 _PARTS = ("lora_A", "lora_B")

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from liger_dist.model.decorators import installed_function
+from liger_dist.model.document_rows import DocumentsOfRow
+from liger_dist.trials.functions import called_functions, fallback_of, installed_function, with_globals
+from liger_dist.trials.isolated import LeftAloneError
 from liger_dist_kernels import Backend
 
 from .convolution import convolutions_of
-from .document_rows import DocumentsOfRow
-from .replaced_globals import called_functions, with_globals
-from .swap import LeftAloneError, runs_own_code
+from .swap import runs_own_code
 
 _DOCUMENTS: ContextVar[DocumentsOfRow | None] = ContextVar("liger_dist_documents_of_row", default=None)
 """documents of the row that a forward computes in this context; None for rows of one document each"""
@@ -119,18 +119,6 @@ def functions_of_lengths(forward: Any) -> dict[str, tuple[str, ...]]:
         if names:
             found[name] = names
     return found
-
-
-def fallback_of(function: FunctionType) -> Any:
-    """Returns transformers' fallback for a function that calls another package; it leaves out keywords that the
-    fallback does not take, as transformers does."""
-    own = unwrap(function)
-    parameters = signature(own).parameters
-
-    def fallback(*args: Any, **kwargs: Any) -> Any:
-        return own(*args, **{name: value for name, value in kwargs.items() if name in parameters})
-
-    return fallback
 
 
 class _EachDocumentAlone:

@@ -21,11 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from liger_dist.errors import LigerDistError, refuse_second_order
+from liger_dist.model.class_swap import swapped
 from liger_dist.model.peft import adapter_settings
-from liger_dist.model.stand_ins import swapped
 from liger_dist.sharding.deepspeed import is_stored_by_zero3
-
-from .swap import names_in
+from liger_dist.trials.attributes import names_in
 
 Forward = Callable[[Tensor], Tensor]
 _ACCUMULATED = (torch.float16, torch.bfloat16)

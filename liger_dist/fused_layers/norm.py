@@ -7,7 +7,7 @@ match.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,22 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from liger_dist.errors import LigerDistError, refuse_second_order
-from liger_dist.model.stand_ins import swapped
 from liger_dist.model.structure import full_shape
+from liger_dist.trials.attributes import Attributes
+from liger_dist.trials.isolated import LeftAloneError, probing
+from liger_dist.trials.kinds import Trial
 from liger_dist_kernels import Backend, NormOptions, norm_bwd, norm_fwd
 
 from .layout import in_layout
 from .recompute import RecomputedFunction, drop_outputs, free_copy, note_output, should_recompute
-from .swap import (
-    Attributes,
-    Kind,
-    LeftAloneError,
-    agrees,
-    in_mode,
-    is_local,
-    probing,
-    runs_own_code,
-)
+from .swap import Kind, is_local, runs_own_code
 
 TOLERANCE = 1e-5
 WIDTH = 32
@@ -160,13 +153,14 @@ def _explained(module: nn.Module, backend: Backend) -> NormMatch:
     # Rows of very different sizes, so that the position of eps and clipped values show.
     x = torch.randn(1, 5, width, generator=generator) * torch.tensor([300.0, 3.0, 1.0, 1e-2, 1e-3])[:, None]
     values = {name: torch.randn(width, generator=generator) for name in given}
-    probe = _Probe(module, x, values)
-    options = probe.explain()
+    trial = Trial[NormOptions](module, (x,), values, _of_options, tolerance=TOLERANCE)
+    options = _explained_forward(trial)
     if options is None:
         raise LeftAloneError("its forward is no RMSNorm or LayerNorm of the last dim")
-    if not probe.agrees_backward(options):
+    if not trial.agrees(options):
         raise LeftAloneError("its gradients are not those of the norm that its forward is")
-    rounded = probe.rounding(options)
+    before_weight = (True, False) if "weight" in values and not options.offset else (False,)
+    rounded = trial.first_that_rounds_alike(replace(options, round_before_weight=before) for before in before_weight)
     if rounded is None:
         raise LeftAloneError("it rounds in a way that is not known")
     # Autocast runs torch's norms in another dtype, at least on GPUs.
@@ -175,89 +169,48 @@ def _explained(module: nn.Module, backend: Backend) -> NormMatch:
         options=rounded,
         backend=backend,
         parameters=tuple(given),
-        attributes=probe.attributes,
-        under_autocast=not is_torchs and probe.same_under_autocast(rounded),
-        keeps_layout=probe.keeps_layout(),
+        attributes=trial.attributes,
+        under_autocast=not is_torchs and _is_same_under_autocast(trial, rounded),
+        keeps_layout=_keeps_layout(trial),
     )
 
 
-class _Probe:
-    """Original forward of one module on probe values."""
+def _of_options(inputs: Sequence[Tensor], values: Mapping[str, Tensor], options: NormOptions) -> Tensor:
+    return norm(inputs[0], values.get("weight"), values.get("bias"), options=options, backend="reference")
 
-    def __init__(self, module: nn.Module, x: Tensor, values: dict[str, Tensor]) -> None:
-        self.module, self.x, self.values = module, x, values
-        self.attributes = Attributes(module)
 
-    def own(self, x: Tensor, values: dict[str, Tensor], *, training: bool = False) -> Tensor:
-        with ExitStack() as stack:
-            stack.enter_context(in_mode(self.module, training))
-            stack.enter_context(self.attributes.noting(self.module))
-            for name, value in values.items():
-                stack.enter_context(swapped(self.module._parameters, name, value))
-            result: Tensor = type(self.module).forward(self.module, x)
-        return result
+def _explained_forward(trial: Trial[NormOptions]) -> NormOptions | None:
+    """Returns options with which the forward is the module's, without rounding; None for none."""
+    x = trial.inputs[0]
+    with torch.no_grad():
+        expected = trial.own(trial.inputs, trial.parameters)
+        if not isinstance(expected, Tensor) or expected.shape != x.shape:
+            return None
+        if not torch.equal(trial.own(trial.inputs, trial.parameters, training=True), expected):
+            return None
+        numbers = {value for value in vars(trial.module).values() if isinstance(value, float) and 0 < value < 0.1}
+        for eps in sorted(numbers | {torch.finfo(torch.float32).eps}):
+            for subtract_mean in (False, True):
+                for offset in (0.0, 1.0) if "weight" in trial.parameters else (0.0,):
+                    options = NormOptions(eps=eps, subtract_mean=subtract_mean, offset=offset)
+                    if _agree(_of_options(trial.inputs, trial.parameters, options), expected):
+                        return options
+    return None
 
-    @staticmethod
-    def ours(x: Tensor, values: dict[str, Tensor], options: NormOptions) -> Tensor:
-        return norm(x, values.get("weight"), values.get("bias"), options=options, backend="reference")
 
-    def explain(self) -> NormOptions | None:
-        with torch.no_grad():
-            expected = self.own(self.x, self.values)
-            if not isinstance(expected, Tensor) or expected.shape != self.x.shape:
-                return None
-            if not torch.equal(self.own(self.x, self.values, training=True), expected):
-                return None
-            numbers = {value for value in vars(self.module).values() if isinstance(value, float) and 0 < value < 0.1}
-            for eps in sorted(numbers | {torch.finfo(torch.float32).eps}):
-                for subtract_mean in (False, True):
-                    for offset in (0.0, 1.0) if "weight" in self.values else (0.0,):
-                        options = NormOptions(eps=eps, subtract_mean=subtract_mean, offset=offset)
-                        if _agree(self.ours(self.x, self.values, options), expected):
-                            return options
-        return None
-
-    def agrees_backward(self, options: NormOptions) -> bool:
-        def run(is_original: bool) -> tuple[list[Tensor], list[Tensor]]:
-            leaves = [tensor.clone().requires_grad_() for tensor in (self.x, *self.values.values())]
-            values = dict(zip(self.values, leaves[1:], strict=True))
-            output = self.own(leaves[0], values) if is_original else self.ours(leaves[0], values, options)
-            return [output], leaves
-
-        return agrees(run, tolerance=TOLERANCE)
-
-    def rounding(self, options: NormOptions) -> NormOptions | None:
-        """Adds the module's rounding to the options, from bf16 rows and parameters of two dtypes; None if it is
-        unknown."""
-        for round_before_weight in (True, False) if "weight" in self.values and not options.offset else (False,):
-            candidate = replace(options, round_before_weight=round_before_weight)
-            if all(self._rounds_alike(candidate, dtype) for dtype in (torch.bfloat16, torch.float32)):
-                return candidate
-        return None
-
-    def _rounds_alike(self, options: NormOptions, dtype: torch.dtype) -> bool:
-        x, values = self.x.bfloat16(), {name: value.to(dtype) for name, value in self.values.items()}
+def _keeps_layout(trial: Trial[NormOptions]) -> bool:
+    x = trial.inputs[0].transpose(1, 2).contiguous().transpose(1, 2)
+    with torch.no_grad():
         try:
-            with torch.no_grad():
-                own = self.own(x, values)
+            strides: tuple[int, ...] = trial.own((x,), trial.parameters).stride()
         except RuntimeError:
-            # A module that does not mix dtypes is never called that way; with one dtype it has to run.
-            return dtype != x.dtype
-        ours = self.ours(x, values, options)
-        same = (own == ours).float().mean() if own.dtype == ours.dtype else torch.tensor(0.0)
-        return float(same) > 0.97
+            return False  # It views its input, and is never called that way.
+    return strides == x.stride()
 
-    def keeps_layout(self) -> bool:
-        x = self.x.transpose(1, 2).contiguous().transpose(1, 2)
-        with torch.no_grad():
-            try:
-                return self.own(x, self.values).stride() == x.stride()
-            except RuntimeError:
-                return False  # It views its input, and is never called that way.
 
-    def same_under_autocast(self, options: NormOptions) -> bool:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return self._rounds_alike(options, torch.float32)
+def _is_same_under_autocast(trial: Trial[NormOptions], options: NormOptions) -> bool:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return trial.rounds_alike(options, torch.float32)
 
 
 def _agree(ours: Tensor, own: Tensor) -> bool:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from liger_dist.errors import LigerDistError
+from liger_dist.model.document_rows import DocumentRows, rows_of
 from liger_dist.model.documents import (
     INPUTS,
     LENGTHS,
@@ -39,14 +40,21 @@ from liger_dist.model.structure import Structure, find_structure
 from liger_dist.model.torch_modes import in_backward, untraced
 from liger_dist.model.weak import Weakly
 from liger_dist.sharding.sequence_parallel import sequence_axis_of
+from liger_dist.trials.isolated import LeftAloneError
+from liger_dist.trials.model_run import (
+    BY_LENGTHS,
+    EAGER,
+    CannotRunError,
+    Found,
+    is_same_attention,
+    lengths_of,
+    token_dependency,
+)
 
 from .attention import MASKED, NAME, register_attention
 from .attention_selection import OWN, AttentionSelection, reason_against_varlen
 from .document_mask import is_replaced
-from .document_rows import DocumentRows, rows_of
 from .recurrent import RecurrentLayers, find_recurrent_layers, has_convolution, runs_in_rows
-from .swap import LeftAloneError
-from .token_dependency import BY_LENGTHS, EAGER, CannotRunError, Found, is_same_attention, lengths_of, token_dependency
 
 ARGUMENTS = (*OF_DOCUMENTS, POSITIONS, MASK)
 """arguments that say something of documents or padding"""

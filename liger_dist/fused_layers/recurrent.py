@@ -31,16 +31,17 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from liger_dist.errors import LigerDistError
+from liger_dist.model.document_rows import DocumentRows, Layout
 from liger_dist.model.documents import OF_DOCUMENTS, POSITIONS
 from liger_dist.model.structure import Structure
 from liger_dist.model.torch_modes import in_backward, untraced
+from liger_dist.trials.isolated import LeftAloneError
+from liger_dist.trials.model_run import EAGER, CannotRunError, Found, Run, token_dependency
 from liger_dist_kernels import Backend
 
 from .convolution import reason_against
-from .document_rows import DocumentRows, Layout
 from .mixer_forward import MixerForward, functions_of_lengths
-from .swap import Kind, LeftAloneError, check_swappable, match_of, original_forward, swap_forward
-from .token_dependency import EAGER, CannotRunError, Found, Run, token_dependency
+from .swap import Kind, check_swappable, match_of, original_forward, swap_forward
 
 MOST_KINDS = 8
 """classes of mixing modules in one model"""

@@ -22,10 +22,12 @@ from torch import Tensor, nn
 
 from liger_dist.errors import refuse_second_order
 from liger_dist.model.class_swap import below_wrappers
+from liger_dist.trials.functions import called_functions, with_globals
+from liger_dist.trials.isolated import LeftAloneError
+from liger_dist.trials.kinds import agrees
 from liger_dist_kernels import Backend, Pairing, RotaryLayout, rotate
 
-from .replaced_globals import called_functions, with_globals
-from .swap import Kind, LeftAloneError, agrees, is_local, runs_own_code
+from .swap import Kind, is_local, runs_own_code
 
 TOLERANCE = 1e-5
 TABLES = (("cos", "sin"), ("freqs_cis",), ("freqs_ci",))

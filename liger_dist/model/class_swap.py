@@ -11,6 +11,8 @@ itself.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -54,3 +56,18 @@ def subclass_of(base: Any, mixin: type, members: dict[str, Any] | None = None) -
             return found
     named = {"__module__": base.__module__, "__qualname__": base.__qualname__}
     return type(base.__name__, (mixin, base), {**members, **named})
+
+
+@contextmanager
+def swapped(mapping: dict[str, Any], key: str, value: Any) -> Iterator[None]:
+    """Sets ``mapping[key] = value`` within the context. A key that was absent is absent again afterwards."""
+    missing = object()
+    before = mapping.get(key, missing)
+    mapping[key] = value
+    try:
+        yield
+    finally:
+        if before is missing:
+            del mapping[key]
+        else:
+            mapping[key] = before

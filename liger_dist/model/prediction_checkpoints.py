@@ -11,9 +11,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from liger_dist.errors import LigerDistError
+from liger_dist.model.class_swap import swapped
 
 from .prediction import Parts, PredictionModules, make_parts
-from .stand_ins import swapped
 from .structure import PREDICTION, Structure
 
 _FLAT = "fc.weight"

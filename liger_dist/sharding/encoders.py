@@ -45,7 +45,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from liger_dist.errors import LigerDistError
-from liger_dist.model.decorators import renamed_keywords
+from liger_dist.model.keywords import renamed_keywords
 from liger_dist.model.peft import without_fsdp1
 from liger_dist.model.structure import Structure, input_embedding
 from liger_dist.model.torch_modes import untraced

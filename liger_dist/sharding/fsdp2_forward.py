@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
-from liger_dist.model.stand_ins import swapped
+from liger_dist.model.class_swap import swapped
 from liger_dist.model.torch_modes import in_backward
 
 ROOT = "_liger_dist_fsdp2_root"

@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from liger_dist.errors import LigerDistError
+from liger_dist.model.class_swap import swapped
 from liger_dist.model.quantized import as_bytes, is_four_bit
-from liger_dist.model.stand_ins import swapped
 
 from .mesh import require_process_group
 from .packed_bytes import PackedBytes

@@ -37,8 +37,8 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from liger_dist.errors import LigerDistError
+from liger_dist.model.class_swap import swapped
 from liger_dist.model.peft import has_lora
-from liger_dist.model.stand_ins import swapped
 from liger_dist.model.torch_modes import untraced
 
 from . import fsdp1_forward, fsdp2_forward

@@ -346,9 +346,10 @@ def forget_a_border(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def ask_no_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every model's own masks are trusted."""
-    from liger_dist.fused_layers import recurrent, token_dependency
+    from liger_dist.fused_layers import recurrent
+    from liger_dist.trials import model_run
 
-    monkeypatch.setattr(recurrent, "token_dependency", lambda *args, **kwargs: token_dependency.Found())
+    monkeypatch.setattr(recurrent, "token_dependency", lambda *args, **kwargs: model_run.Found())
 
 
 MUTATIONS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {

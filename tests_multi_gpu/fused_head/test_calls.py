@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from truth import relative_error
 
 import liger_dist
-from liger_dist.model.decorators import renamed_keywords
+from liger_dist.model.keywords import renamed_keywords
 from liger_dist.sharding.process_groups import compute_device
 
 

@@ -19,8 +19,8 @@ from models import HYBRIDS, gradient_errors, make_model
 from torch import Tensor, nn
 
 import liger_dist
-from liger_dist.fused_layers.document_rows import MOST_PADDING, DocumentRows, Layout, grouped, rounded_up, rows_of
 from liger_dist.fused_layers.packed_calls import is_recurrent, packing_objection
+from liger_dist.model.document_rows import MOST_PADDING, DocumentRows, Layout, grouped, rounded_up, rows_of
 from liger_dist.model.documents import read_documents
 from liger_dist.sharding.process_groups import compute_device
 

@@ -36,7 +36,7 @@ from truth import relative_error
 
 import liger_dist
 from liger_dist.hosts.scored_logits import ScoredLogits
-from liger_dist.model.decorators import renamed_keywords
+from liger_dist.model.keywords import renamed_keywords
 from liger_dist.sharding.fsdp2 import LMHead
 from liger_dist.wrap import is_wrapped
 

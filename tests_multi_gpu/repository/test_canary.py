@@ -18,9 +18,10 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from liger_dist import doctor
-from liger_dist.fused_layers.token_dependency import _HOOKS, IMPLEMENTATIONS
-from liger_dist.model.decorators import redecorated, renamed_keywords
+from liger_dist.model.keywords import renamed_keywords
 from liger_dist.sharding.process_groups import compute_device
+from liger_dist.trials.functions import redecorated
+from liger_dist.trials.model_run import _HOOKS, IMPLEMENTATIONS
 from liger_dist.versions import CHECKED, newest_checked, numbers
 
 ROOT = Path(__file__).parents[2]
@@ -161,7 +162,7 @@ NAMES: dict[tuple[str, str], str] = {
         "transformers.modeling_utils",
         "PreTrainedModel._supports_flex_attn",
     ): "attention_selection.py selects the attention for no model",
-    ("transformers.modeling_outputs", "BaseModelOutputWithPast"): "stand_ins.py cannot probe a model",
+    ("transformers.modeling_outputs", "BaseModelOutputWithPast"): "trials/isolated.py cannot probe a model",
     ("transformers.utils", "ModelOutput"): "output.py cannot remove logits from outputs",
     (
         "transformers.utils.deprecation",

@@ -42,16 +42,16 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from liger_dist.model.decorators import installed_function
+from liger_dist.model.class_swap import swapped
+from liger_dist.model.document_rows import DocumentRows, rows_of
 from liger_dist.model.documents import LENGTHS, LENGTHS_OF_KEYS, POSITIONS, Documents, call_of, read_documents
 from liger_dist.model.quantized import is_quantized_linear
-from liger_dist.model.stand_ins import swapped, torch_defaults
 from liger_dist.model.structure import full_shape
 from liger_dist.sharding.process_groups import compute_device
+from liger_dist.trials.functions import installed_function
+from liger_dist.trials.isolated import torch_defaults
 
-from .document_rows import DocumentRows, rows_of
-from .mixer_forward import fallback_of
-from .replaced_globals import called_functions
+from .functions import called_functions, fallback_of
 
 DOCUMENTS = (7, 6)
 """tokens of the documents of a pair; models have nothing else of size 13 or 26"""
@@ -213,13 +213,23 @@ class _Trial:
             positions = positions.to(ids.device)
             given = {POSITIONS: positions.expand(4, -1, -1) if self.text_row else positions}
             given |= lengths_of(documents) if self.attention == BY_LENGTHS and documents is not None else {}
-        try:
-            with call_of(documents), tokens:
-                return self.model(input_ids=ids, **dict(call_arguments(self.model, given)))
-        except (CannotRunError, _FoundError):
-            raise
-        except Exception as error:
-            raise CannotRunError(f"{type(error).__name__}: {error}") from error
+        with call_of(documents):
+            return _called(self.model, ids, tokens, given)
+
+
+def _called(model: nn.Module, ids: Tensor, tokens: TokenByToken, given: dict[str, Any]) -> Any:
+    """Calls a model that :func:`dummy_run` has prepared.
+
+    Raises:
+        CannotRunError: its code raises.
+    """
+    try:
+        with tokens:
+            return model(input_ids=ids, **dict(call_arguments(model, given)))
+    except (CannotRunError, _FoundError):
+        raise
+    except Exception as error:
+        raise CannotRunError(f"{type(error).__name__}: {error}") from error
 
 
 def lengths_of(documents: Documents) -> dict[str, Any]:
@@ -261,9 +271,8 @@ def passes_masks_on(model: nn.Module, layers: Sequence[nn.Module], implementatio
         with dummy_run(model, layers, implementation) as device:
             on_device = {name: value.to(device) for name, value in given.items()}
             try:
-                with TokenByToken(PAIR):
-                    model(input_ids=token_ids(model).to(device), **dict(call_arguments(model, on_device)))
-            except Exception:
+                _called(model, token_ids(model).to(device), TokenByToken(PAIR), on_device)
+            except CannotRunError:
                 # Whatever a model's code raises for a mask that is no tensor: it keeps its own attention, and
                 # ``explain`` shows that reason.
                 return False
@@ -593,3 +602,65 @@ def _is_config(value: Any) -> bool:
     from transformers.configuration_utils import PreTrainedConfig
 
     return isinstance(value, PreTrainedConfig)
+
+
+Groups = dict[nn.Module, list[list[str]]]
+"""by parent: names of children that are called with one tensor, in the order of the calls"""
+_Kind = tuple[type[nn.Module], tuple[str, ...]]
+
+
+def find_shared_inputs(
+    model: nn.Module, layers: Sequence[nn.Module], is_candidate: Callable[[nn.Module], bool]
+) -> Groups:
+    """Finds the candidates that one parent calls with the same tensor and nothing else, one after another.
+
+    Args:
+        layers: decoder layers, of which one of each kind runs; parents of the same class and children have the same
+            groups.
+
+    Raises:
+        CannotRunError: the model's code does not run without its weights.
+    """
+    parents: dict[nn.Module, tuple[str, ...]] = {}
+    for parent in model.modules():
+        names = tuple(name for name, child in parent.named_children() if is_candidate(child))
+        if len(names) > 1:
+            parents[parent] = names
+    calls: list[tuple[nn.Module, str, Tensor | None]] = []
+    if parents:
+        _run(model, layers, parents, calls)
+    by_kind: dict[_Kind, list[list[str]]] = {}
+    before: tuple[nn.Module, Tensor | None] = (model, None)
+    for parent, name, given in calls:
+        groups = by_kind.setdefault((type(parent), parents[parent]), [])
+        is_shared = given is not None and before[0] is parent and before[1] is given
+        if not any(name in group for group in groups):
+            if is_shared:
+                groups[-1].append(name)
+            else:
+                groups.append([name])
+        before = parent, given
+    return {
+        parent: [group for group in by_kind.get((type(parent), names), []) if len(group) > 1]
+        for parent, names in parents.items()
+    }
+
+
+def _run(
+    model: nn.Module,
+    layers: Sequence[nn.Module],
+    parents: dict[nn.Module, tuple[str, ...]],
+    calls: list[tuple[nn.Module, str, Tensor | None]],
+) -> None:
+    """Records the calls of a run in ``calls``, with their tensors."""
+
+    def note(parent: nn.Module, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        is_alone = len(args) == 1 and isinstance(args[0], Tensor) and not kwargs
+        calls.append((parent, name, args[0] if is_alone else None))
+
+    with dummy_run(model, layers, EAGER) as device:
+        for parent, names in parents.items():
+            for name in names:
+                child = parent.get_submodule(name)
+                child.register_forward_pre_hook(partial(note, parent, name), with_kwargs=True)
+        _called(model, token_ids(model).to(device), TokenByToken(PAIR), {})

@@ -1,4 +1,5 @@
-"""Stand-ins for a model's modules while its original forward is probed: same attributes, no weight is read."""
+"""Isolation of trials: a model's own code runs on made-up values, and nothing of it, of torch's defaults or of another
+thread is changed afterwards."""
 
 from __future__ import annotations
 
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+from liger_dist.model.class_swap import swapped
 
 
 class StandIn(nn.Module):
@@ -142,16 +145,32 @@ def stand_ins(
         yield
 
 
+class LeftAloneError(Exception):
+    """Raised for a module that keeps its original forward; the message is the reason. Never leaves this package."""
+
+
 @contextmanager
-def swapped(mapping: dict[str, Any], key: str, value: Any) -> Iterator[None]:
-    """Sets ``mapping[key] = value`` within the context. A key that was absent is absent again afterwards."""
-    missing = object()
-    before = mapping.get(key, missing)
-    mapping[key] = value
+def probing(module: nn.Module) -> Iterator[None]:
+    """Turns errors of the module's code on probe values into :class:`LeftAloneError` within the context. Random number
+    generators and the module's attributes are restored afterwards."""
+    before = dict(vars(module))
     try:
-        yield
+        with torch.random.fork_rng([]):
+            yield
+    except LeftAloneError:
+        raise
+    except Exception as error:
+        raise LeftAloneError(f"its own forward cannot be probed ({type(error).__name__}: {error})") from error
     finally:
-        if before is missing:
-            del mapping[key]
-        else:
-            mapping[key] = before
+        vars(module).clear()
+        vars(module).update(before)
+
+
+@contextmanager
+def in_mode(module: nn.Module, training: bool) -> Iterator[None]:
+    """Within, the module and its submodules are in training or evaluation mode, for code with dropout."""
+    with ExitStack() as stack:
+        for part in module.modules():
+            if part.training != training:
+                stack.enter_context(swapped(vars(part), "training", training))
+        yield

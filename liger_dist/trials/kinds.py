@@ -1,0 +1,115 @@
+"""A module's own forward beside the kernel that will replace it, on small made-up values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from liger_dist.model.class_swap import swapped
+
+from .attributes import Attributes
+from .isolated import in_mode
+
+Options = TypeVar("Options")
+
+MOSTLY = 0.97
+"""share of elements that are the same where a function rounds as a module does"""
+PROBE_SCALES = (0.3, 3.0, 30.0, 300.0)
+"""scales of probe values, compared one by one: clipping, as by relu6, shows at large values, and the approximation of
+an activation at small ones"""
+
+
+def agrees(run: Callable[[bool], tuple[Sequence[Any], Sequence[Tensor]] | None], *, tolerance: float) -> bool:
+    """True if a module's original code and the kernel that will replace it have the same outputs and gradients.
+
+    Args:
+        run: returns outputs and the leaves that they were computed from, for True by the module's code, for False by
+            the kernel; None if the code computes something else.
+        tolerance: relative L2 error of each output and gradient.
+    """
+    results: list[list[Any]] = []
+    for is_original in (True, False):
+        with torch.enable_grad():
+            found = run(is_original)
+        if found is None or not all(isinstance(output, Tensor) for output in found[0]):
+            return False
+        outputs, leaves = found
+        upstream = [torch.linspace(-1, 1, output.numel()).reshape(output.shape) for output in outputs]
+        gradients = torch.autograd.grad(outputs, leaves, upstream, allow_unused=True)
+        results.append([*(output.detach() for output in outputs), *gradients])
+    return len(results[0]) == len(results[1]) and all(
+        a is not None and b is not None and a.shape == b.shape and bool((b - a).norm() <= tolerance * a.norm())
+        for a, b in zip(*results, strict=True)
+    )
+
+
+class Trial(Generic[Options]):
+    """A module's own forward on made-up inputs and parameters, and the function of options that may compute the same.
+
+    Args:
+        inputs: of the forward, fp32.
+        parameters: values for the module's parameters, by their names, fp32.
+        compute: the function, of inputs, parameters and options.
+        tolerance: relative L2 error of outputs and gradients.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        inputs: Sequence[Tensor],
+        parameters: Mapping[str, Tensor],
+        compute: Callable[[Sequence[Tensor], Mapping[str, Tensor], Options], Tensor],
+        *,
+        tolerance: float,
+    ) -> None:
+        self.module, self.inputs, self.parameters, self.compute = module, tuple(inputs), dict(parameters), compute
+        self.attributes = Attributes(module)
+        """with what the own forward has read from configs"""
+        self._tolerance = tolerance
+
+    def own(self, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor], *, training: bool = False) -> Any:
+        """Runs the forward of the module's class."""
+        with ExitStack() as stack:
+            stack.enter_context(in_mode(self.module, training))
+            stack.enter_context(self.attributes.noting(self.module))
+            for name, value in parameters.items():
+                stack.enter_context(swapped(self.module._parameters, name, value))
+            forward: Any = type(self.module).forward
+            return forward(self.module, *inputs)
+
+    def agrees(self, options: Options, *, training: bool = False) -> bool:
+        """True if outputs and gradients are those of the function."""
+
+        def run(is_original: bool) -> tuple[list[Any], list[Tensor]]:
+            leaves = [tensor.clone().requires_grad_() for tensor in (*self.inputs, *self.parameters.values())]
+            inputs, values = leaves[: len(self.inputs)], leaves[len(self.inputs) :]
+            parameters = dict(zip(self.parameters, values, strict=True))
+            if is_original:
+                return [self.own(inputs, parameters, training=training)], leaves
+            return [self.compute(inputs, parameters, options)], leaves
+
+        return agrees(run, tolerance=self._tolerance)
+
+    def first_that_rounds_alike(self, candidates: Iterable[Options]) -> Options | None:
+        """Returns the first of the candidates that rounds as the module does: inputs in bf16, and parameters in bf16
+        and in fp32; None if none does."""
+        dtypes = (torch.bfloat16, torch.float32)
+        return next((one for one in candidates if all(self.rounds_alike(one, dtype) for dtype in dtypes)), None)
+
+    def rounds_alike(self, options: Options, dtype: torch.dtype) -> bool:
+        """True if nearly all elements are the same, with inputs in bf16 and parameters in ``dtype``."""
+        inputs = [tensor.bfloat16() for tensor in self.inputs]
+        parameters = {name: value.to(dtype) for name, value in self.parameters.items()}
+        try:
+            with torch.no_grad():
+                own = self.own(inputs, parameters)
+        except RuntimeError:
+            # A module that does not mix dtypes is never called that way; with one dtype it has to run.
+            return dtype != torch.bfloat16
+        with torch.no_grad():
+            ours = self.compute(inputs, parameters, options)
+        return own.dtype == ours.dtype and float((own == ours).float().mean()) > MOSTLY
