@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 import liger_dist
-from liger_dist.model.prediction import SEEN, Seen
 from liger_dist.mtp import MultiTokenPrediction
+from liger_dist.mtp.modules import SEEN, Seen
 
 from .harness import Candidate, arguments, measure, save, show
 from .training_ways import SHAPES, VOCAB_SIZE

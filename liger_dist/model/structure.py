@@ -370,3 +370,15 @@ def _reset_parameters(module: nn.Module) -> Callable[[nn.Module], None] | None:
     if not callable(getattr(module, "reset_parameters", None)):
         return None
     return lambda owner: owner.reset_parameters()  # type: ignore[operator]
+
+
+READS_OUTPUT = "_liger_dist_reads_output"
+"""attribute of forward hooks of this package that read what a module returns"""
+
+
+def read_output_last(module: nn.Module) -> None:
+    """Moves hooks with :data:`READS_OUTPUT` after those that were registered since, such as the one of torch's tensor
+    parallelism, which completes the output."""
+    for number, hook in list(module._forward_hooks.items()):
+        if getattr(hook, READS_OUTPUT, False):
+            module._forward_hooks.move_to_end(number)  # type: ignore[attr-defined]

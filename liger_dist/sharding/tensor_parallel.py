@@ -27,8 +27,7 @@ from liger_dist.losses.outputs import LossOutput
 from liger_dist.losses.spec import LossSpec
 from liger_dist.losses.tensor_parallel import RowShard, check_same_tokens, vocab_parallel_linear_cross_entropy
 from liger_dist.model.peft import heads_at
-from liger_dist.model.prediction import note_embeddings_last
-from liger_dist.model.structure import Structure, stored_parameter, weight_of
+from liger_dist.model.structure import Structure, read_output_last, stored_parameter, weight_of
 
 from .base import DataParallel, Facts, FullHead, Head, Initializer, Storage
 from .fsdp_options import refuse_overlaps, refuse_sharded
@@ -195,7 +194,7 @@ def parallelize_heads(
         parallelize_module(head, mesh, ColwiseParallel(output_layouts=Replicate()))
     for embedding, head in tied:
         parallelize_module(embedding, mesh, RowwiseParallel(input_layouts=Replicate()))
-        note_embeddings_last(embedding)
+        read_output_last(embedding)
         embedding.weight = head.weight
 
 

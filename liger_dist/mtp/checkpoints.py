@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from liger_dist.errors import LigerDistError
 from liger_dist.model.class_swap import swapped
+from liger_dist.model.structure import PREDICTION, Structure
 
-from .prediction import Parts, PredictionModules, make_parts
-from .structure import PREDICTION, Structure
+from .modules import Parts, PredictionModules, make_parts
 
 _FLAT = "fc.weight"
 """a parameter of modules under the names of Qwen3-Next and Qwen3.5"""

@@ -14,10 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_dist.errors import LigerDistError
-
-from .documents import current_call, read_documents
-from .structure import PredictionUnits, Structure
-from .torch_modes import untraced
+from liger_dist.model.documents import current_call, read_documents
+from liger_dist.model.structure import READS_OUTPUT, PredictionUnits, Structure
+from liger_dist.model.torch_modes import untraced
 
 CACHES = ("cache", "past_key_values", "past_key_value", "layer_past")
 """arguments of decoder layers that hold keys and values of earlier calls"""
@@ -204,12 +203,7 @@ def note_embeddings(embedding: nn.Module, args: Any, output: Any) -> None:
         seen.embeddings = output
 
 
-def note_embeddings_last(embedding: nn.Module) -> None:
-    """Moves :func:`note_embeddings` after hooks that were registered since, such as the one of torch's tensor
-    parallelism, which completes the output."""
-    for number, hook in list(embedding._forward_hooks.items()):
-        if hook is note_embeddings:
-            embedding._forward_hooks.move_to_end(number)  # type: ignore[attr-defined]
+setattr(note_embeddings, READS_OUTPUT, True)
 
 
 @untraced

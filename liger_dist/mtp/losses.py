@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .fused_model import loss_of
-from .logits import FusedLogits
-from .loss_call import LossCall, PendingLoss, current_call
+from liger_dist.fused_head.fused_model import loss_of
+from liger_dist.fused_head.logits import FusedLogits
+from liger_dist.fused_head.loss_call import LossCall, PendingLoss, current_call
 
 
 class Announced:

@@ -19,19 +19,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from liger_dist.errors import LigerDistError
+from liger_dist.fused_head.call import IGNORE_INDEX, inputs_of, note_loss, unnoted_losses
+from liger_dist.fused_head.fused_model import FusedModel, blank
+from liger_dist.fused_head.output import with_field
+from liger_dist.fused_head.probe import probe_recipe
+from liger_dist.fused_head.recipe import LossRecipe, NotFusableError
+from liger_dist.losses.labels import shifted_further
+from liger_dist.model.class_swap import present_as, subclass_of
+from liger_dist.model.peft import base_model_of
+from liger_dist.model.structure import PREDICTION, Structure, embedding_of, find_structure
 from liger_dist.trials.isolated import StandIn, torch_defaults
 
-from .errors import LigerDistError
-from .fused_head.announced import Announced
-from .fused_head.call import IGNORE_INDEX, inputs_of, note_loss, unnoted_losses
-from .fused_head.fused_model import FusedModel, blank
-from .fused_head.output import with_field
-from .fused_head.probe import probe_recipe
-from .fused_head.recipe import LossRecipe, NotFusableError
-from .losses.labels import shifted_further
-from .model.class_swap import present_as, subclass_of
-from .model.peft import base_model_of
-from .model.prediction import (
+from .checkpoints import has_flat_names, name_in_checkpoint, read_parts
+from .losses import Announced
+from .modules import (
     SEEN,
     Parts,
     PredictionModules,
@@ -43,9 +45,6 @@ from .model.prediction import (
     note_hidden_states,
     template_layer,
 )
-from .model.prediction_checkpoints import has_flat_names, name_in_checkpoint, read_parts
-from .model.prediction_checkpoints import has_prediction as has_prediction
-from .model.structure import PREDICTION, Structure, embedding_of, find_structure
 
 
 class MultiTokenPrediction(PredictionModules):
