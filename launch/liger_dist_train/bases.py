@@ -130,7 +130,7 @@ def look_at(folder: Path, model: nn.Module, *, takes_prediction: bool) -> Base:
     stand_in: Any = type(inner).from_pretrained(
         None, config=inner.config, state_dict=dict(held), device_map="meta", ignore_mismatched_sizes=True
     )
-    left = left_out(held, stand_in)
+    left = left_out(held, stand_in, is_quantised=format_of(folder) is not None)
     further = {name for name in left if is_prediction(name, inner.config.get_text_config())}
     if takes_prediction:
         left = {name: tensor for name, tensor in left.items() if name not in further}
@@ -148,14 +148,16 @@ def reach_of_four_bits(model: nn.Module) -> tuple[int, int]:
     return sum(weight.numel() for weight in linear), stacks
 
 
-def left_out(held: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
+def left_out(held: dict[str, Tensor], model: Any, *, is_quantised: bool) -> dict[str, Tensor]:
     """Returns those of a checkpoint's tensors that ``model`` has no parameters for. Its own are compared by the names
-    that transformers writes; scales and the like are of the parameter whose name they continue."""
+    that transformers writes; in a quantised one scales and the like are of the parameter whose name they continue."""
     from transformers.core_model_loading import revert_weight_conversion
 
     own = set(revert_weight_conversion(model, {n: t.to("meta") for n, t in model.state_dict().items()}))
 
     def is_own(name: str) -> bool:
+        if not is_quantised:
+            return name in own or COMPUTED.search(name) is not None
         cuts = [name[: match.start()] for match in re.finditer(r"[._]", name)]
         if name.endswith(("_scale", "_scale_inv")):
             cuts.append(f"{name.rpartition('.')[0]}.weight")
@@ -219,7 +221,7 @@ def keep_left_out(base: Path, model: Any, written: Path) -> list[str]:
     Args:
         model: loaded from ``base``, and written by its ``save_pretrained``.
     """
-    missing = left_out(tensors_in(base), model)
+    missing = left_out(tensors_in(base), model, is_quantised=format_of(base) is not None)
     names = [name for name in missing if name not in tensors_in(written)]
     if not names:
         return []
@@ -233,6 +235,9 @@ def keep_left_out(base: Path, model: Any, written: Path) -> list[str]:
             whole["eos_token_id"] = own.get("eos_token_id")
         for settings in (whole, whole.get("text_config", {})):
             settings["tie_word_embeddings"] = own.get("tie_word_embeddings", False)
+            if "dtype" in own:
+                settings["dtype"] = own["dtype"]
+                settings.pop("torch_dtype", None)
         (written / "config.json").write_text(json.dumps(whole, indent=2) + "\n")
         for name in OF_PROCESSORS:
             if (base / name).is_file():

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -95,7 +96,7 @@ def run(arguments: Sequence[str]) -> int:
         processes, given = processes_of(given)
         if processes is not None:
             return launch(processes, given)
-        at_failure = partial(outcome, given)
+        at_failure = partial(outcome, given, time.time())
     from .fault_tolerance import run as guarded
 
     guarded(lambda: COMMANDS[command](given), at_failure)

@@ -103,6 +103,11 @@ def export(
         raise LigerDistError(f"--ema is given and {path} has no moving average; train with --ema_decay 0.999.")
     if adapter and description["lora"] is None:
         raise LigerDistError(f"--adapter is given and {path} has no LoRA layers; leave it out.")
+    if adapter and MTP_DEPTH in description["model"]:
+        raise LigerDistError(
+            f"--adapter is given and {path} has trained layers that predict further tokens, which PEFT's files do not "
+            "hold; leave it out, and export the merged model."
+        )
     model = _empty_model(path, description, base, merge=not adapter)
     try:
         weights = _weights(path, description, model, "ema" if ema else "model")

@@ -49,6 +49,8 @@ LOST = (
     "ncclRemoteError",
 )
 """in messages of gloo and NCCL"""
+WAIT_FOR_SPEAKER = 20.0
+"""seconds in which the first process of a machine says what is wrong; it may still import torch"""
 SAME_SIGNAL = 2.0
 """seconds within which a second signal is the first one, handed on"""
 PHASES = (
@@ -117,8 +119,13 @@ def run(main: Callable[[], None], at_failure: Callable[[], str] | None = None) -
 
 
 def _report(message: str, at_failure: Callable[[], str] | None, *, is_refusal: bool) -> None:
-    # Before they meet, a machine's processes find the same things wrong.
-    if is_first_to_report() if dist.is_initialized() else speaks_for_machine() or not is_refusal:
+    is_speaker = is_first_to_report() if dist.is_initialized() else speaks_for_machine() or not is_refusal
+    if not is_speaker and not dist.is_initialized():
+        # Before they meet, a machine's processes find the same things wrong: the one that speaks ends all of them. If
+        # it has found nothing, this one does.
+        time.sleep(WAIT_FOR_SPEAKER)
+        is_speaker = True
+    if is_speaker:
         say(message)
         again = os.environ.get(LAST_ERROR)
         saved = "" if at_failure is None or again else at_failure()

@@ -23,8 +23,10 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--tokens", type=int, default=80, help="new ones, at most; default: %(default)s")
     parser.add_argument("--temperature", type=float, default=0.0, help="0: always the likeliest token; default: 0")
     options = parser.parse_args(arguments)
-    if not Path(options.folder).is_dir():
-        parser.error(f"the folder {options.folder} does not exist")
+    if not (Path(options.folder) / "config.json").is_file():
+        parser.error(f"{options.folder} has no config.json; expected a folder that liger-dist export wrote")
+    if not options.prompt or options.tokens < 1:
+        parser.error(f"expected a prompt and --tokens of 1 or more, got {options.prompt!r} and {options.tokens}")
     tokenizer = AutoTokenizer.from_pretrained(options.folder)
     model = AutoModelForCausalLM.from_pretrained(options.folder)
     text = options.prompt

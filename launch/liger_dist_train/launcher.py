@@ -4,11 +4,11 @@ torch."""
 from __future__ import annotations
 
 import os
-import shlex
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from .options import TrainOptions
@@ -35,6 +35,10 @@ def processes_of(arguments: list[str]) -> tuple[str | None, list[str]]:
 def launch(processes: str, arguments: list[str]) -> int:
     """Runs ``liger-dist train`` in ``processes`` processes (a number, or what torchrun takes: gpu, auto); returns the
     exit status. A signal goes to torchrun, which hands it to them."""
+    if not processes.isdigit() and processes not in ("auto", "gpu", "cpu"):
+        print(f"error: --nproc_per_node is {processes!r}; expected a number, or gpu.", file=sys.stderr)
+        return 2
+    began = time.time()
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes]
     with tempfile.TemporaryDirectory() as folder:
         last_error = Path(folder) / "error"
@@ -45,29 +49,24 @@ def launch(processes: str, arguments: list[str]) -> int:
         status = process.wait()
         if status:
             error = last_error.read_text() if last_error.is_file() else ""
-            lines = [error, outcome(arguments) or ("" if error else "nothing is saved")]
+            lines = [error, outcome(arguments, began) or ("" if error else "nothing is saved")]
             print("\n".join(filter(None, lines)), file=sys.stderr)
     return status if status >= 0 else 128 - status
 
 
-def outcome(arguments: list[str]) -> str:
-    """Says what a run that failed has saved, and the options that go on with it; empty for nothing."""
+def outcome(arguments: list[str], since: float) -> str:
+    """Says what a run that failed has saved, and how to go on; empty for nothing.
+
+    Args:
+        since: when it began, in seconds since 1970.
+    """
     try:
         folder = Path(parse_as(arguments, TrainOptions).output_dir)
     except Exception:  # The arguments are what is wrong, which the error says.
         return ""
-    saved = sorted(path.name for path in (folder / "checkpoints").glob("step-????????"))
+    checkpoints = (folder / "checkpoints").glob("step-????????")
+    saved = sorted(path for path in checkpoints if path.stat().st_mtime >= since)
     if not saved:
         return ""
-    options = shlex.join([*_without_overwrite(arguments), "--resume", "true"])
-    return f"saved: {folder / 'checkpoints' / saved[-1]}; to go on: the same command with {options}"
-
-
-def _without_overwrite(arguments: list[str]) -> list[str]:
-    found, skips = list[str](), False
-    for word in arguments:
-        is_value = skips and not word.startswith("--")
-        skips = word in ("--overwrite", "--resume")
-        if not (is_value or skips or word.startswith(("--overwrite=", "--resume="))):
-            found.append(word)
-    return found
+    instead = " instead of --overwrite" if any(word.startswith("--overwrite") for word in arguments) else ""
+    return f"saved: {saved[-1]}; to go on: the same command with --resume true{instead}"

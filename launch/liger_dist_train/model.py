@@ -371,23 +371,26 @@ def check_base(config: TrainConfig, model: nn.Module, model_config: Any) -> None
     if not has_weights_at(config.model):
         return
 
-    def look() -> Base:
-        folder, dtype = Path(config.model), weights_dtype(config)
-        reading_options(folder, quantization(dtype) if config.load_in_4bit else None, dtype)
-        found = look_at(folder, model, takes_prediction=config.mtp is not None)
-        if found.left_out and not config.lora_rank and not config.allow_left_out_weights:
-            raise LigerDistError(
-                f"{folder} has weights that {type(model).__name__} has no parameters for, {found.described()}, which "
-                "would be neither trained nor exported. Give --mtp for layers that predict further tokens, --lora_rank "
-                "to keep all of them in the export, or --allow_left_out_weights true to go on without them."
-            )
-        return found
-
-    base = on_rank_zero(look)
+    base = on_rank_zero(lambda: checked_base(config, model))
     if base.left_out and not config.lora_rank:
         without_prediction(model_config)
     if rank() == 0:
         print("".join(f"{line}\n" for line in _sentences(config, base)), end="", flush=True)
+
+
+def checked_base(config: TrainConfig, model: nn.Module) -> Base:
+    """Compares the folder ``--model`` with the model, as :func:`check_base`, on this rank."""
+    folder, dtype = Path(config.model), weights_dtype(config)
+    reading_options(folder, quantization(dtype) if config.load_in_4bit else None, dtype)
+    found = look_at(folder, model, takes_prediction=config.mtp is not None)
+    is_allowed = config.lora_rank or config.allow_left_out_weights or config.eval_only
+    if found.left_out and not is_allowed:
+        raise LigerDistError(
+            f"{folder} has weights that {type(model).__name__} has no parameters for, {found.described()}, which would "
+            "be neither trained nor exported. Give --mtp for layers that predict further tokens, --lora_rank to keep "
+            "all of them in the export, or --allow_left_out_weights true to go on without them."
+        )
+    return found
 
 
 def _sentences(config: TrainConfig, base: Base) -> list[str]:
@@ -400,6 +403,7 @@ def _sentences(config: TrainConfig, base: Base) -> list[str]:
         found += four_bit_sentences(base.in_linear_layers, base.in_stacks, config)
     if base.left_out:
         what = "kept in merged exports as they are" if config.lora_rank else "left out, of exports too"
+        what = "not evaluated" if config.eval_only else what
         found.append(f"weights: not of the model, {what}: {base.described()}")
     if config.mtp is not None:
         which = f"those of {base.folder}" if base.has_prediction else f"new and random, {base.folder} has none"

@@ -43,12 +43,14 @@ from .model import (
     check_base,
     check_packing,
     check_wrap,
+    checked_base,
     find_config,
     four_bit_sentences,
     has_weights_at,
     shell,
 )
 from .optimizer import check_no_weight_decay, check_schedule, rules_of
+from .options import PRESETS
 from .output_folder import begin, check_shared, goes_on, held, write_text
 from .parallel_dims import ParallelDims, parallel_dims_of
 from .parser import changes_text, to_yaml
@@ -474,6 +476,8 @@ def _plan(config: TrainConfig) -> None:
         model = shell(config, model_config)
         check_packing(config, model)
         reach = reach_of_four_bits(model)
+        if config.model not in PRESETS and Path(config.model).is_dir():
+            checked_base(config, model)
         if config.lora_rank:
             # A config.json is planned as the folder of a pretrained model.
             model = add_lora(model, config, has_weights=True)

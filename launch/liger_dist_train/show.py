@@ -15,7 +15,7 @@ from liger_dist import LigerDistError
 
 from .config import TrainConfig
 from .data_loader import find_tokenization, found_source
-from .dataset import LISTS, Piece, describe_bad_rows, make_piece
+from .dataset import LISTS, Piece, count_labels, describe_bad_rows, make_piece
 from .distributed import on_rank_zero
 from .hub import with_local_models
 from .model import find_config
@@ -64,8 +64,10 @@ def first_rows(source: Source, encoder: Encoder, config: TrainConfig, most: int 
         piece = None
         if reason is None:
             piece = make_piece({n: columns[n] for n in LISTS}, is_conversation=columns["is_conversation"])
-            if piece.is_conversation and len(piece.ids) > config.sequence_length and not config.truncate:
-                reason = too_long_reason(len(piece.ids), config.sequence_length, truncate=False)
+            if piece.is_conversation and len(piece.ids) > config.sequence_length:
+                reason = too_long_reason(len(piece.ids), config.sequence_length, truncate=config.truncate)
+                cut = _cut(piece, config.sequence_length)
+                piece, reason = (cut, None) if config.truncate and has_label(cut) else (piece, reason)
         yield ShownRow(row["file"], row["at"], piece if reason is None else None, reason)
 
 
@@ -127,11 +129,17 @@ def _print_source(name: str, rows: list[ShownRow], config: ShowConfig, tokenizer
             title = f"  {where(row.file, row.at)}: {kind}, {stop - start} tokens, {is_label.sum()} counted{part}"
             print(_border(title, is_coloured=is_coloured))
             print(_written(piece.ids[start:stop], is_label, tokenizer, is_coloured=is_coloured))
-    tokens, labels = sum(len(p.ids) for p in pieces), sum(int(_labels(p, 0, len(p.ids)).sum()) for p in pieces)
+    tokens = sum(len(piece.ids) for piece in pieces)
+    labels = sum(count_labels(piece.labels, config.sequence_length) for piece in pieces)
     print(f"{name}: of the first {len(rows)} rows {len(good)} with {tokens} tokens, {labels} counted")
     for reason, count in Counter(row.reason for row in rows if row.reason is not None).most_common(5):
         first = next(row for row in rows if row.reason == reason)
         print(f"{name}: {count} bad: {where(first.file, first.at)} {reason}")
+
+
+def _cut(piece: Piece, length: int) -> Piece:
+    top_k = None if piece.top_k is None else (piece.top_k[0][:length], piece.top_k[1][:length])
+    return Piece(piece.ids[:length], piece.labels[:length], piece.is_conversation, top_k)
 
 
 def _packed(pieces: list[Piece], config: TrainConfig) -> Iterator[list[tuple[int, int, int]]]:

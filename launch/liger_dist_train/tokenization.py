@@ -113,6 +113,8 @@ class Encoder:
         cuts = (("a", " a"), ("a\n", "a"))
         self._prepends = any(self._ids_of(a) + self._ids_of(b) != self._ids_of(a + b) for a, b in cuts)
         """a text begins with a token that its parts must not begin with, as those of Llama 2 do with a space"""
+        self._breaks_are_spaces = self._prepends and self._ids_of("a\na") == self._ids_of("a a")
+        """a line break is the space that a text begins with, as in T5"""
         self._template = ChatTemplate(tokenizer, format.train_on, read_variables(format.template_variables))
 
     def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
@@ -120,10 +122,13 @@ class Encoder:
         ``reason``, which is None for a good row."""
         rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
         for row in rows:
-            row["values"] = self._renamed(row["values"])
+            try:
+                row["values"] = self._renamed(row["values"])
+            except BadRowError as error:
+                row["reason"] = str(error)
         texts = {index: text for index, row in enumerate(rows) if (text := self._text_of(row)) is not None}
-        begins = [rows[index]["begins"] for index in texts]
-        encoded = dict(zip(texts, self._encode_texts(list(texts.values()), begins), strict=True))
+        is_cut = [(not rows[index]["begins"], not rows[index]["ends"]) for index in texts]
+        encoded = dict(zip(texts, self._encode_texts(list(texts.values()), is_cut), strict=True))
         out: dict[str, list[Any]] = {name: [] for name in (*Document._fields, "reason")}
         for index, row in enumerate(rows):
             try:
@@ -152,7 +157,14 @@ class Encoder:
         own = {"prompt": self._format.prompt_column, "completion": self._format.completion_column}
         if values is None or not any(name != usual and name in values for usual, name in own.items()):
             return values
-        return values | {usual: values.get(name) for usual, name in own.items()}
+        missing = next((usual for usual, name in own.items() if name not in values), None)
+        if missing is not None:
+            raise BadRowError(
+                f"has no {own[missing]!r}, which --{missing}_column names (its columns: {', '.join(map(str, values))})"
+            )
+        # What was named is read, whatever else the row has.
+        kept = {name: values[name] for name in ("system", "tools") if name in values}
+        return kept | {usual: values[name] for usual, name in own.items()}
 
     def _text_of(self, row: dict[str, Any]) -> str | None:
         """Returns the plain text of a row; None for a row that holds something else."""
@@ -202,6 +214,11 @@ class Encoder:
         if values.get("instruction") is not None and values.get("output") is not None:
             return self._instruction(values)
         if values.get("prompt") is not None and values.get("completion") is not None:
+            if values.get("system") and not isinstance(values["prompt"], list):
+                raise BadRowError(
+                    "has 'system' beside 'prompt' and 'completion' that are texts, which no chat template joins; give "
+                    "turns: 'messages', or a list of turns as 'prompt'"
+                )
             return self._prompt_and_completion(values["prompt"], values["completion"], values)
         if values.get("chosen") is not None and values.get("rejected") is not None:
             raise BadRowError(
@@ -225,32 +242,40 @@ class Encoder:
             "--text_column, --messages_column, or --prompt_column and --completion_column"
         )
 
-    def _encode_texts(self, texts: list[str], begins: list[bool]) -> list[Ids]:
+    def _encode_texts(self, texts: list[str], is_cut: list[tuple[bool, bool]]) -> list[Ids]:
         """Encodes without special tokens; a long text in parts, for an encoding takes about 150 bytes a token.
 
         Args:
-            begins: false for a text that is a later part of one.
+            is_cut: whether other parts of the text precede and follow.
         """
         parts = [split_text(text) for text in texts]
-        if all(begins) and all(len(pieces) == 1 for pieces in parts):
+        if not any(map(any, is_cut)) and all(len(pieces) == 1 for pieces in parts):
             return self._encode(texts)
         return [
-            np.concatenate([self._part(piece, begins=is_first and not index) for index, piece in enumerate(pieces)])
-            for pieces, is_first in zip(parts, begins, strict=True)
+            np.concatenate(
+                [
+                    self._part(piece, follows=before or index > 0, goes_on=after or index < len(pieces) - 1)
+                    for index, piece in enumerate(pieces)
+                ]
+            )
+            for pieces, (before, after) in zip(parts, is_cut, strict=True)
         ]
 
     def _ids_of(self, text: str) -> list[int]:
         ids: list[int] = self._fast.encode(text, add_special_tokens=False).ids
         return ids
 
-    def _part(self, text: str, *, begins: bool) -> Ids:
-        """Encodes a part of a long text; one that does not begin it has the tokens that it has after a line break."""
-        if begins or not self._prepends:
+    def _part(self, text: str, *, follows: bool, goes_on: bool) -> Ids:
+        """Encodes a part of a long text. One that follows others has the tokens that it has after a line break."""
+        if self._breaks_are_spaces and goes_on:
+            # The one that the next part begins with.
+            text = text.removesuffix("\n")
+        if not follows or not self._prepends or self._breaks_are_spaces:
             return self._encode([text])[0]
         self._fast.encode_special_tokens = self._format.split_special_tokens
         encoding = self._fast.encode(f"\n{text}", add_special_tokens=False)
         own = [id for id, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True) if stop > 1 and start >= 1]
-        if len(own) + len(self._ids_of("\n")) != len(encoding.ids):
+        if len(own) + len(self._ids_of("\n")) != len(encoding.ids) or any(a < 1 < b for a, b in encoding.offsets):
             raise LigerDistError(
                 "a text has more characters than are tokenised at once, and the tokenizer joins a line break with the "
                 "word after it, so that its parts cannot be tokenised one by one; give shorter texts, as a row each."
@@ -281,6 +306,10 @@ class Encoder:
         return self._chat(with_system(values, turns), None)
 
     def _prompt_and_completion(self, prompt: Any, completion: Any, values: dict[str, Any]) -> Document:
+        if isinstance(prompt, list) and isinstance(completion, str):
+            completion = [{"role": "assistant", "content": completion}]
+        elif isinstance(prompt, str) and isinstance(completion, list):
+            prompt = [{"role": "user", "content": prompt}]
         if isinstance(prompt, list) or isinstance(completion, list):
             messages = [*check_messages(prompt), *check_messages(completion)]
             return self._chat(messages, values.get("tools"), first=len(prompt))

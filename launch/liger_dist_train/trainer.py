@@ -369,8 +369,10 @@ def router_loss(model: nn.Module, output: Any, token_mask: Tensor) -> Tensor:
     modules = (sys.modules.get(kind.__module__) for kind in type(inner).__mro__)
     compute = next(getattr(module, BALANCE) for module in modules if hasattr(module, BALANCE))
     sizes = [getattr(inner, name, getattr(text, name, None)) for name in ("num_experts", "num_experts_per_tok")]
-    found: Tensor = compute(output.router_logits, *sizes, token_mask)
-    return found
+    # A shard of a sequence may be padding altogether, for which the mean over no token is NaN.
+    has_tokens = token_mask.any()
+    found: Tensor = compute(output.router_logits, *sizes, token_mask | ~has_tokens)
+    return found * has_tokens
 
 
 def count_labels(batches: list[dict[str, Tensor]], places: int = 1) -> int:

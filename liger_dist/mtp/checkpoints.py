@@ -78,7 +78,13 @@ def read_parts(model: nn.Module, structure: Structure, folder: str | None) -> tu
             "MultiTokenPrediction(model, depth=…)."
         )
     is_flat = _FLAT in found
-    depth = 1 + max(int(name.split(".")[1]) for name in found if name.startswith("layers."))
+    depth = 1 + max((int(name.split(".")[1]) for name in found if name.startswith("layers.")), default=-1)
+    if depth == 0:
+        raise LigerDistError(
+            f"the checkpoint {folder!r} has parameters of multi-token prediction ({', '.join(sorted(found)[:3])}) and "
+            "none of its layers (mtp.layers.*); get its files again, or make new modules by "
+            "MultiTokenPrediction(model, depth=…)."
+        )
     parts = make_parts(model, structure, depth)
     modules = PredictionModules(parts, is_flat=is_flat and depth == 1)
     others = _load(model, modules, found)

@@ -214,6 +214,7 @@ def test_an_export_of_lora_has_all_tensors_of_its_base(
     config = json.loads((tmp_path / "exported" / "config.json").read_text())
     assert "quantization_config" not in config
     assert config["model_type"] == json.loads((base / "config.json").read_text())["model_type"]
+    assert {config["dtype"], config.get("text_config", config).get("dtype", "float32")} == {"float32"}
     kind: Any = AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
     model, report = kind.from_pretrained(tmp_path / "exported", output_loading_info=True)
     assert not report["missing_keys"]
@@ -282,3 +283,5 @@ def test_lora_trains_beside_layers_of_further_tokens(
         elif not is_merged:
             assert torch.equal(exported[name], tensor), name
     assert metrics_of(tmp_path / "run")[0]["mtp_loss/1"] > 0
+    with pytest.raises(LigerDistError, match="which PEFT's files do not hold"):
+        export(tmp_path / "run", tmp_path / "adapter", step=None, adapter=True)

@@ -266,3 +266,17 @@ def test_padding_is_not_counted(
     assert {name: row[name] for name in expected} == pytest.approx(expected, rel=1e-4)
     written = json.loads((tmp_path / "run" / "experts.json").read_text())["loads"]
     assert torch.allclose(torch.tensor(written).double(), loads)
+
+
+def test_a_shard_of_padding_has_no_balance(router_truth: tuple[Path, float, float]) -> None:
+    """Of a sequence on several ranks, of which one has padding alone."""
+    from liger_dist_train.trainer import router_loss
+
+    model: Any = AutoModelForCausalLM.from_pretrained(router_truth[0], dtype=torch.float32)
+    output = model(input_ids=torch.arange(3, 19)[None])
+    balance = router_loss(model, output, torch.zeros(1, 16, dtype=torch.bool))
+    balance.backward()
+    assert balance == 0
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    assert gradients
+    assert not any(gradient.any() for gradient in gradients)

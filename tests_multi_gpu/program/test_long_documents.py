@@ -209,7 +209,9 @@ def test_a_row_group_of_parquet_is_decoded_a_few_times(tmp_path: Path) -> None:
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("kind", ["prepended", "metaspace_first", "metaspace_always", "byte_level"])
+@pytest.mark.parametrize(
+    "kind", ["prepended", "metaspace_first", "metaspace_always", "byte_level", "line_breaks_are_spaces"]
+)
 def test_parts_of_a_long_text_have_its_tokens(kind: str) -> None:
     """Of tokenizers that put a space before a text, too, as those of Llama 2 do."""
     tokens = ["<unk>", "<eos>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdeĠĊ", "▁a", "▁b", "Ġa", "Ġb"]
@@ -220,6 +222,9 @@ def test_parts_of_a_long_text_have_its_tokens(kind: str) -> None:
     )
     if kind == "prepended":
         words.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    elif kind == "line_breaks_are_spaces":
+        words.normalizer = normalizers.Replace("\n", " ")
+        words.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
     elif kind == "byte_level":
         words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     else:

@@ -68,6 +68,24 @@ def test_documents_of_a_row_are_told_apart(cache: Path, tmp_path: Path, capsys: 
     assert len(used) == -(-sum(used) // 64)
 
 
+@pytest.mark.parametrize("truncate", [False, True])
+def test_counts_are_those_of_a_run(
+    truncate: bool, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of texts in several pieces, and of conversations that are cut."""
+    chat = [{"role": "user", "content": "Count."}, {"role": "assistant", "content": "one two three " * 40}]
+    no_label = [{"role": "user", "content": "many words " * 60}, {"role": "assistant", "content": "Yes."}]
+    rows = [{"text": "word " * 300}, {"messages": chat}, {"text": "short"}, {"messages": no_label}]
+    path = write(tmp_path / "rows.jsonl", rows)
+    text = shown(capsys, cache, path, truncate=truncate, rows=100)
+    config = config_for(path, cache, tmp_path / "run", steps=1, truncate=truncate, max_bad_rows=4, eval_every=0)
+    train(config)
+    counts = json.loads((tmp_path / "run" / "data.json").read_text())["sources"][0]
+    found = [int(number) for number in re.findall(r"with (\d+) tokens, (\d+) counted", text)[0]]
+    assert found == [counts["splits"]["train"]["tokens"], counts["labels"]]
+    assert text.count(" bad: ") == 2 - truncate
+
+
 @pytest.mark.smoke
 def test_columns_with_other_names(cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "rows.csv"
@@ -75,6 +93,15 @@ def test_columns_with_other_names(cache: Path, tmp_path: Path, capsys: pytest.Ca
     assert "name yours with --text_column, --messages_column, or --prompt_column" in shown(capsys, cache, path)
     columns = {"prompt_column": "question", "completion_column": "answer"}
     assert "What is it?⟦ A bird<|end|>⟧" in shown(capsys, cache, path, **columns)
+    both = write(tmp_path / "both.jsonl", [{"question": "Q", "answer": "A", "instruction": "I", "output": "O"}])
+    assert "Q⟦A<|end|>⟧" in shown(capsys, cache, both, **columns)
+    misspelt = shown(capsys, cache, path, **columns | {"prompt_column": "questoin"})
+    assert "has no 'questoin', which --prompt_column names (its columns: question, answer)" in misspelt
+    given = {"prompt": [{"role": "user", "content": "Hi"}], "completion": "Ho"}
+    turns = write(tmp_path / "turns.jsonl", [given, {"prompt": "Hi", "completion": "Ho", "system": "Be brief"}])
+    text = shown(capsys, cache, turns)
+    assert "<|user|>Hi<|end|><|assistant|>⟦Ho<|end|>⟧" in text
+    assert "line 2 has 'system' beside 'prompt' and 'completion' that are texts" in text
     preferences = write(tmp_path / "preferences.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}])
     assert "a preference, which this program does not train on; TRL does" in shown(capsys, cache, preferences)
 
@@ -159,13 +186,14 @@ def test_what_is_said_after_a_failure(tmp_path: Path) -> None:
     assert processes_of(["--nproc-per-node=gpu", *given]) == ("gpu", given)
     (tmp_path / "run.yaml").write_text("{}")
     given[0] = str(tmp_path / "run.yaml")
-    assert outcome(given) == ""
-    (tmp_path / "checkpoints" / "step-00000004").mkdir(parents=True)
-    (tmp_path / "checkpoints" / "step-00000002").mkdir()
-    said = outcome(given)
-    assert said.startswith(f"saved: {tmp_path / 'checkpoints' / 'step-00000004'}; to go on: ")
-    assert said.endswith("--steps 9 --resume true")
-    assert "--overwrite" not in said
+    began = time.time() - 10
+    assert outcome(given, began) == ""
+    for step in (4, 2):
+        (tmp_path / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
+    said = f"saved: {tmp_path / 'checkpoints' / 'step-00000004'}; to go on: the same command with --resume true"
+    assert outcome(given, began) == f"{said} instead of --overwrite"
+    assert outcome([*given[:1], *given[3:]], began) == said
+    assert outcome(given, began + 60) == "", "of an earlier run"
 
 
 def test_a_killed_process_leaves_the_way_on(data: Path, cache: Path, tmp_path: Path) -> None:
