@@ -224,8 +224,6 @@ def load_data(config: TrainConfig, tokenization: Tokenization, dims: ParallelDim
     Raises:
         LigerDistError: on every rank: the data cannot be read or trained on.
     """
-    if not config.data and not (config.eval_only and config.eval_data):
-        raise LigerDistError("--data names nothing; give files, folders or saved datasets.")
     sources, eval_sources = (
         on_rank_zero(lambda names=names: [found_source(name, config) for name in names])  # type: ignore[misc]
         for names in (config.data, config.eval_data)
@@ -332,6 +330,9 @@ def check_sources(config: TrainConfig) -> None:
     Raises:
         LigerDistError: as :func:`find_source`.
     """
+
+    if not config.data and not (config.eval_only and config.eval_data):
+        raise LigerDistError("--data names nothing; give files, folders or saved datasets.")
 
     def found() -> None:
         for source in (found_source(name, config) for name in (*config.data, *config.eval_data)):
