@@ -51,7 +51,7 @@ class ShownRow:
 def first_rows(source: Source, encoder: Encoder, config: TrainConfig, most: int = READ) -> Iterator[ShownRow]:
     """Encodes the first rows of a source. A long text is as many as it has parts."""
     read: list[dict[str, Any]] = []
-    for row in read_rows(source.parts(2**22)):
+    for row in read_rows(source.iter_parts(2**22)):
         read.append(row)
         if len(read) == most:
             break

@@ -9,7 +9,7 @@ import itertools
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,7 +99,12 @@ class Source:
     def parts(self, size: int, ranks: int = 1) -> list[Part]:
         """Divides the files into parts of about ``size`` bytes (tables: rows of about as many bytes), in the order of
         the files. A row group of parquet has at most :data:`GROUP_PARTS` parts, or one for each rank."""
-        return [part for file in self.files for part in _parts_of(file, size, max(GROUP_PARTS, ranks))]
+        return list(self.iter_parts(size, ranks))
+
+    def iter_parts(self, size: int, ranks: int = 1) -> Iterator[Part]:
+        """Yields :meth:`parts`, looking into a file when its first part is asked for."""
+        for file in self.files:
+            yield from _parts_of(file, size, max(GROUP_PARTS, ranks))
 
     @property
     def num_bytes(self) -> int:
@@ -210,7 +215,7 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:MOST_NAMED]) + more
 
 
-def read_rows(parts: list[Part]) -> Iterator[dict[str, Any]]:
+def read_rows(parts: Iterable[Part]) -> Iterator[dict[str, Any]]:
     """Yields the rows of the parts, as the fields of :class:`Row`.
 
     Raises:
