@@ -10,6 +10,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from contextlib import redirect_stdout
@@ -21,7 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import Workers
-from training_runs import MODEL, config_for, losses_of, metrics_of, published, write_tokenizer
+from training_runs import CPU, LAUNCH, MODEL, config_for, losses_of, metrics_of, published, write_tokenizer
 
 import liger_dist
 from liger_dist_train import distributed, output_folder
@@ -30,7 +32,7 @@ from liger_dist_train.config import TrainConfig
 from liger_dist_train.distributed import on_rank_zero, rank
 from liger_dist_train.engine import TorchEngine
 from liger_dist_train.export import export
-from liger_dist_train.fault_tolerance import PHASES, Interruption, Watchdog, run
+from liger_dist_train.fault_tolerance import PHASES, WAIT_FOR_SPEAKER, Interruption, Watchdog, run
 from liger_dist_train.metrics import Metrics
 from liger_dist_train.output_folder import write_folder
 from liger_dist_train.run import train
@@ -257,16 +259,30 @@ def test_errors_before_ranks_meet_are_said_once_on_each_machine(
 
     monkeypatch.setattr(os, "_exit", lambda status: None)
     monkeypatch.setenv("WORLD_SIZE", "16")
+    waits: list[float] = []
+    monkeypatch.setattr("liger_dist_train.fault_tolerance.time.sleep", waits.append)
     for name, local, program, said in (
         ("8", "0", refuse, "[rank 8] error: this machine has no data"),
-        ("9", "1", refuse, ""),
+        # After the first process of the machine had the time to say it, and to end this one.
+        ("9", "1", refuse, "[rank 9] error: this machine has no data"),
         ("9", "1", fail, "KeyError: 'a bug'"),
     ):
         monkeypatch.setenv("RANK", name)
         monkeypatch.setenv("LOCAL_RANK", local)
         run(program)
-        printed = capsys.readouterr().err.strip()
-        assert printed.endswith(said) if said else printed == ""
+        assert capsys.readouterr().err.strip().endswith(said)
+    assert waits == [WAIT_FOR_SPEAKER]
+
+
+def test_what_two_processes_refuse_is_the_last_line(tmp_path: Path) -> None:
+    """Once, though either may find it first."""
+    start = [sys.executable, "-m", "liger_dist_train", "train", "--nproc_per_node", "2", "--learnin_rate", "3"]
+    environment = CPU | {"PYTHONPATH": str(LAUNCH)}
+    finished = subprocess.run(start, env=environment, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    said = "error: --learnin_rate is no option; the nearest is --learning_rate"
+    assert finished.returncode != 0
+    assert finished.stderr.strip().splitlines()[-1].startswith(said)
+    assert finished.stderr.count(said) == 2, "by one process, and again below torchrun's words"
 
 
 @pytest.mark.smoke
