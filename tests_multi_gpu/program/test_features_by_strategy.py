@@ -207,7 +207,7 @@ def refusal(name: str, way: str) -> str | None:
         "sp": {
             "loss that is not fused": "needs the fused loss",
             "teacher": "has no distillation",
-            "MTP": "trains further tokens",
+            "MTP": "trains no further tokens",
             "hybrid": "cannot be computed on a mesh with an axis 'sp'",
         }.get(name),
         "lm_head": name == "loss that is not fused" and "is 'vocab_parallel' but the loss",
