@@ -3,6 +3,7 @@ prediction, vision, formats of fewer bits. It is counted before a run, and kept 
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
@@ -222,7 +223,8 @@ def keep_left_out(base: Path, model: Any, written: Path) -> list[str]:
         model: loaded from ``base``, and written by its ``save_pretrained``.
     """
     missing = left_out(tensors_in(base), model, is_quantised=format_of(base) is not None)
-    names = [name for name in missing if name not in tensors_in(written)]
+    present = tensors_in(written)
+    names = [name for name in missing if name not in present]
     if not names:
         return []
     _add_files(base, names, written)
@@ -253,7 +255,8 @@ def _add_files(base: Path, names: list[str], written: Path) -> None:
     placed: dict[str, str] = settings["weight_map"] or dict.fromkeys(tensors_in(written), files[0].name)
     count = 0
     batch: dict[str, Tensor] = {}
-    for name, tensor in [*_tensors(base, names), ("", None)]:
+    # One after another: together they may be larger than the memory that is left.
+    for name, tensor in itertools.chain(_tensors(base, names), [("", None)]):
         if batch and (tensor is None or sum(t.nbytes for t in batch.values()) + tensor.nbytes > MOST_IN_A_FILE):
             count += 1
             path = written / f"kept-{count:05d}.safetensors"

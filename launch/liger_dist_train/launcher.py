@@ -35,7 +35,7 @@ def processes_of(arguments: list[str]) -> tuple[str | None, list[str]]:
 def launch(processes: str, arguments: list[str]) -> int:
     """Runs ``liger-dist train`` in ``processes`` processes (a number, or what torchrun takes: gpu, auto); returns the
     exit status. A signal goes to torchrun, which hands it to them."""
-    if not processes.isdigit() and processes not in ("auto", "gpu", "cpu"):
+    if not (processes.isdigit() and int(processes)) and processes not in ("auto", "gpu", "cpu"):
         print(f"error: --nproc_per_node is {processes!r}; expected a number, or gpu.", file=sys.stderr)
         return 2
     began = time.time()

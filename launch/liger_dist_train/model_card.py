@@ -19,7 +19,7 @@ CARD = """---
 
 # {title}
 
-Trained by [liger_dist](https://pypi.org/project/liger-dist/) {version}, exported from step {step} in {dtype}.
+Trained by liger_dist {version}, exported from step {step} in {dtype}.
 
 | | |
 |---|---|

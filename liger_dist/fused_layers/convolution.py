@@ -101,10 +101,11 @@ class Convolution:
         return is_same and all(a is b for a, b in zip(self._activation, self._activation_now(), strict=True))
 
     def _activation_now(self) -> tuple[Any, ...]:
-        """Returns transformers' table of activations in the function's file, its entry, and that entry's forward."""
+        """Returns transformers' table of activations in the function's file, its entries, and their forwards."""
         table = unwrap(self.function).__globals__.get("ACT2FN")
-        entry = dict.get(table, "silu") if isinstance(table, dict) else None
-        return table, entry, getattr(entry, "forward", None)
+        names = [name for name in ACTIVATIONS if name is not None]
+        entries = [dict.get(table, name) for name in names] if isinstance(table, dict) else []
+        return table, *entries, *(getattr(entry, "forward", None) for entry in entries)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.is_current():

@@ -281,10 +281,10 @@ def was_eager(config: Any) -> bool:
 
 def _masks_are_replaced() -> bool:
     """True if another package builds the masks of "sdpa" or "eager"."""
-    from transformers import masking_utils
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-    entries = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
-    return any(entries[own] is not getattr(masking_utils, f"{own}_mask") for own in ("sdpa", "eager"))
+    entries = (ALL_MASK_ATTENTION_FUNCTIONS[own] for own in ("sdpa", "eager"))
+    return any(getattr(entry, "__module__", None) != "transformers.masking_utils" for entry in entries)
 
 
 def is_replaced() -> bool:

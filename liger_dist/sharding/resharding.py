@@ -81,7 +81,7 @@ class _Root(BeforeStep):
         self._row_shards = {id(rows): rows for m in module.modules() if (rows := row_shards_of(m)) is not None}
         """of a vocab-parallel lm_head and its tied embeddings, by id"""
         self._inputs_train = False
-        """True if an input of this forward requires a gradient"""
+        """True if an input of this forward of FSDP1's root requires a gradient"""
         self._unreduced: dict[Any, tuple[ref[Tensor], int]] = {}
         """gradients that were unreduced before the last forward, with their versions: sums of no-sync micro-batches"""
         self._awaits_no_sync = False
@@ -95,7 +95,6 @@ class _Root(BeforeStep):
             return
         check_shared_units(self._shared)
         self._is_entered = True
-        self._inputs_train = any(isinstance(one, Tensor) and one.requires_grad for one in tree_leaves((args, kwargs)))
         if torch.is_inference_mode_enabled():
             self._fsdp.begin_outside_inference_mode(self._sharded)
         if id(self.module) not in _GENERATING.get():
@@ -104,6 +103,8 @@ class _Root(BeforeStep):
             if not self._awaits_part():
                 self._reshard_all()
         if self._fsdp is fsdp1_forward:
+            leaves = tree_leaves((args, kwargs))
+            self._inputs_train = any(isinstance(one, Tensor) and one.requires_grad for one in leaves)
             self._before = fsdp1_forward.BeforeForward(self._sharded)
             self._earlier.begin_forward(self._sharded)
         else:
@@ -135,7 +136,7 @@ class _Root(BeforeStep):
             return
         if id(self.module) in _GENERATING.get() or self._fsdp.is_running(self._sharded):
             return
-        if torch.is_grad_enabled() and _may_have_graph(output) and self._may_train():
+        if torch.is_grad_enabled() and _may_have_graph(output) and self._may_train(module):
             self._before = None
             if self._fsdp is fsdp2_forward:
                 self._graph = None if module is self.module else _mark_graph(output)
@@ -148,11 +149,12 @@ class _Root(BeforeStep):
             self._keep_changed_flags()
             self._reshard_all()
 
-    def _may_train(self) -> bool:
-        """False if a forward of FSDP1 has a graph without a purpose: transformers makes the embedding's output require
-        a gradient for checkpoints, also where nothing trains."""
+    def _may_train(self, module: nn.Module) -> bool:
+        """False if a forward of FSDP1's root has a graph without a purpose: transformers makes the embedding's output
+        require a gradient for checkpoints, also where nothing trains."""
         return (
             self._fsdp is fsdp2_forward
+            or module is not self.module
             or self._inputs_train
             # Without the model's parameters(), at which FSDP's are resharded.
             or any(p is not None and p.requires_grad for m in self.module.modules() for p in m._parameters.values())
