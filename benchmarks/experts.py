@@ -23,7 +23,7 @@ from torch import Tensor
 import liger_dist
 from liger_dist.fused_layers.experts import EXPERTS, LOW_RANK_EXPERTS
 from liger_dist.fused_layers.swap import Swapped, restore_forward
-from liger_dist.wrap import inner_model, record_of
+from liger_dist.record import inner_model, record_of
 
 from .harness import Candidate, arguments, measure, save, show
 

@@ -14,6 +14,7 @@ from .fused_layers.attention import register_attention as register_attention
 from .losses.outputs import LossOutput as LossOutput
 from .losses.spec import Uncast as Uncast
 from .model.compile import compile_layers as compile_layers
+from .record import is_wrapped as is_wrapped
 from .sequences import gather_sequence as gather_sequence
 from .sequences import shard_sequence as shard_sequence
 from .sharding.ddp import DDP as DDP
@@ -22,6 +23,5 @@ from .sharding.fsdp2 import FSDP2 as FSDP2
 from .sharding.loading import sharded_loading as sharded_loading
 from .sharding.tensor_parallel import TensorParallel as TensorParallel
 from .verify import verify as verify
-from .wrap import is_wrapped as is_wrapped
 from .wrap import unwrap as unwrap
 from .wrap import wrap as wrap

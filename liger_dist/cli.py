@@ -26,10 +26,11 @@ from torch import nn
 from .doctor import diagnose
 from .errors import LigerDistError
 from .explain import explain
+from .record import is_wrapped
 from .sharding import STRATEGIES
 from .sharding.process_groups import compute_device
 from .verify import verify
-from .wrap import is_wrapped, wrap
+from .wrap import wrap
 
 RANDOM_BATCH = (2, 64)
 """number of sequences and of tokens in each"""

@@ -27,12 +27,12 @@ from .losses.distillation import Distillation, Teacher
 from .losses.spec import CALL_KEYWORDS, KEYWORDS_OF_MODELS, SMALLEST_TEMPERATURE
 from .model.peft import without_fsdp1
 from .model.structure import is_linear_forward
+from .record import Wrapped, inner_model, record_of
 from .sharding import fsdp2_forward
 from .sharding.base import FullHead, Head
 from .sharding.process_groups import compute_device
 from .sharding.single import Replicated
 from .sharding.tensor_parallel import TensorParallelAdapter
-from .wrap import Wrapped, inner_model, record_of
 
 
 class DistillationOutput(Protocol):
@@ -238,10 +238,10 @@ def _loss_of(model: nn.Module, role: str) -> FusedLoss:
     LigerDistError: the model is not wrapped, or its loss is not fused.
     """
     record: Wrapped = record_of(inner_model(model))
-    if record.recipe is None:
+    if record.found.recipe is None:
         raise LigerDistError(
-            f"the loss of the {role} {type(inner_model(model)).__name__} is not fused ({record.unfused_reason}), so "
-            "that a divergence cannot be computed in its lm_head."
+            f"the loss of the {role} {type(inner_model(model)).__name__} is not fused ({record.found.unfused_reason}), "
+            "so that a divergence cannot be computed in its lm_head."
         )
     return record.loss
 

@@ -13,9 +13,9 @@ from .fused_layers import LayerReport
 from .model.compile import compiled_call
 from .model.peft import active_head, base_head
 from .model.structure import tied_modules
+from .record import Wrapped, inner_model, record_of
 from .sharding import collect_facts
 from .sharding.base import Facts
-from .wrap import Wrapped, inner_model, record_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ def explain(model: nn.Module) -> Explanation:
     """
     inner = inner_model(model)
     record = record_of(inner)
-    structure = record.structure
+    structure = record.found.structure
     in_use = active_head(inner.get_submodule(structure.head_name))
     base = base_head(in_use)
     head = base if isinstance(base, nn.Linear) else structure.head
@@ -79,8 +79,8 @@ def explain(model: nn.Module) -> Explanation:
         has_lora=in_use is not base,
         config=record.config,
     )
-    reasons = () if record.recipe is None else tuple(facts.storage.adapter.not_supported_reasons(facts))
-    is_computed = record.recipe is not None and not reasons
+    reasons = () if record.found.recipe is None else tuple(facts.storage.adapter.not_supported_reasons(facts))
+    is_computed = record.found.recipe is not None and not reasons
     return Explanation(
         facts=facts,
         fused=_described(record),
@@ -88,22 +88,24 @@ def explain(model: nn.Module) -> Explanation:
         declined=reasons,
         layers=record.layers,
         attention=str(record.attention),
-        packing=str(record.packing),
+        packing=str(record.found.packing),
         compiled=_compiled(record),
-        frozen=record.frozen,
+        frozen=record.found.frozen,
         router_loss=_router_loss(inner),
         labels=_labels(inner, record),
     )
 
 
 def _described(record: Wrapped) -> str:
-    depth = len(record.structure.prediction_layers)
+    depth = len(record.found.structure.prediction_layers)
     further = f"; multi-token prediction of depth {depth}" if depth else ""
-    return (f"not fused: {record.unfused_reason}" if record.recipe is None else str(record.recipe)) + further
+    return (
+        f"not fused: {record.found.unfused_reason}" if record.found.recipe is None else str(record.found.recipe)
+    ) + further
 
 
 def _labels(model: nn.Module, record: Wrapped) -> str | None:
-    recipe = record.recipe
+    recipe = record.found.recipe
     if recipe is not None and recipe.targets == "same":
         return "the forward does not shift them: each token is scored against its own label"
     # A loss that is not fused divides where it is transformers' own.
@@ -128,8 +130,8 @@ def _router_loss(model: nn.Module) -> str | None:
 
 
 def _compiled(record: Wrapped) -> str | None:
-    layers = record.structure.layers
+    layers = record.found.structure.layers
     number = sum(compiled_call(layer) is not None for layer in layers)
     if number > 0:
         return f"{number} of {len(layers)}"
-    return None if record.not_compiled is None else f"none: {record.not_compiled}"
+    return None if record.found.not_compiled is None else f"none: {record.found.not_compiled}"

@@ -12,11 +12,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from .explain import Explanation, explain
+from .record import inner_model, record_of
 from .sharding import deepspeed, fsdp1
 from .sharding.mesh import local_shard
 from .sharding.packed_bytes import PackedBytes
 from .sharding.process_groups import collective_device
-from .wrap import inner_model, record_of
 
 
 class GradientErrors:

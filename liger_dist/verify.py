@@ -25,12 +25,13 @@ from .fused_head.outside_calls import checked_call, shared_mean
 from .model.documents import LENGTHS, read_documents
 from .model.peft import active_head
 from .rank_agreement import GradientErrors, disagreements, disagreements_of_gradients
+from .record import Wrapped, inner_model, record_of
 from .sequences import gather_batch
 from .sharding import deepspeed, fsdp1, fsdp1_forward, fsdp2, resharding
 from .sharding.process_groups import sentences_of_all_ranks
 from .sharding.reentrant_layers import is_reentrant
 from .sharding.sequence_parallel import SequenceAxis, detached, sequence_axis_of
-from .wrap import Wrapped, full_logits, inner_model, own_layers, record_of
+from .wrap import full_logits, own_layers
 
 TOLERANCES: dict[torch.dtype | None, float] = {torch.float64: 1e-5, torch.float32: 1e-4}
 """of gradients, relative L2; 16-bit dtypes are held to 2e-2"""
@@ -178,13 +179,13 @@ def verify(
     axis = _sequence_axis(record)
     _agree(_objection(model, record, batch, with_teacher=teacher is not None, shares_sequences=axis is not None))
     chosen = explain(model)
-    if chosen.adapter is None and record.recipe is not None:
+    if chosen.adapter is None and record.found.recipe is not None:
         raise LigerDistError(f"no adapter computes the loss of this model:\n{chosen}")
     with _kept(inner):
         passes = _passes(model, batch, teacher, axis)
     fused, doubled, unfused = passes.fused, passes.doubled, passes.unfused
     errors = GradientErrors(fused.gradients, unfused.gradients)
-    heads = _parameters_of_the_head(model, inner.get_submodule(record.structure.head_name))
+    heads = _parameters_of_the_head(model, inner.get_submodule(record.found.structure.head_name))
     twice = {name: None if gradient is None else 2 * gradient for name, gradient in fused.gradients.items()}
     linearity = GradientErrors(doubled.gradients, twice)
     verification = Verification(
@@ -220,7 +221,7 @@ def _run(
 ) -> _Pass:
     """Runs one forward, ``loss_of``, and backward; the random number generators are restored."""
     inner = inner_model(model)
-    head = active_head(inner.get_submodule(record_of(inner).structure.head_name))
+    head = active_head(inner.get_submodule(record_of(inner).found.structure.head_name))
     dtypes: list[torch.dtype | None] = []
     # After the hooks of FSDP, which cast inputs.
     hook = head.register_forward_pre_hook(lambda _, args: dtypes.extend(map(_compute_dtype, args[:1])))
@@ -318,7 +319,7 @@ def _in_other_rows(
             return batch, None, "a label or mask of the batch joins documents"
         rows = as_padded_rows(batch, documents, ignore_index)
         return rows, rows, ""
-    objection = record_of(inner_model(model)).packing.objection()
+    objection = record_of(inner_model(model)).found.packing.objection()
     if objection is not None:
         return batch, None, f"refused: {objection}"
     if any(getattr(getattr(module, "config", None), "index_topk", None) for module in inner_model(model).modules()):
@@ -331,7 +332,7 @@ def _in_other_rows(
 
 
 def _predicts_across(record: Wrapped) -> bool:
-    recipe = record.recipe
+    recipe = record.found.recipe
     return recipe is not None and any(one.cut is None for one in (*recipe.training.further, *recipe.evaluation.further))
 
 
@@ -345,7 +346,7 @@ def _own_layers(model: nn.Module, batch: dict[str, Any], *, is_whole: bool) -> I
     """Within, the model is as it was before :func:`wrap`, for ``batch``. Yields what it keeps of this library's, which
     packed documents and rows with padding before their text need."""
     record = record_of(inner_model(model))
-    is_recurrent = record.packing.recurrent is not None and _sequence_axis(record) is None
+    is_recurrent = record.found.packing.recurrent is not None and _sequence_axis(record) is None
     found = read_documents(batch) if is_recurrent or not is_whole else None
     is_packed = batch.get(LENGTHS) is not None or (found is not None and found.is_packed)
     keeps_rows = is_recurrent and found is not None and rows_of(found) is not None
@@ -368,11 +369,11 @@ def _run_unfused(
 def _with_shared_mean(model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
     inner = inner_model(model)
     record = record_of(inner)
-    return batch if record.recipe is None else batch | shared_mean(record.loss, inner, batch)
+    return batch if record.found.recipe is None else batch | shared_mean(record.loss, inner, batch)
 
 
 def _sequence_axis(record: Wrapped) -> SequenceAxis | None:
-    layers = record.structure.layers
+    layers = record.found.structure.layers
     return sequence_axis_of(layers[0]) if layers else None
 
 
@@ -392,7 +393,7 @@ def _run_full_sequences(model: nn.Module, shard: dict[str, Any], axis: SequenceA
         batch["num_items_in_batch"] = batch["num_items_in_batch"] * axis.size
     batch = _with_shared_mean(model, batch)
     try:
-        with detached(record.structure.layers):
+        with detached(record.found.structure.layers):
             return _run(model, lambda: model(**batch).loss)
     except torch.OutOfMemoryError as error:
         raise LigerDistError(
@@ -551,11 +552,11 @@ def _objection(
     labels = batch.get("labels")
     if not isinstance(labels, Tensor):
         return "the batch has no labels; give every rank some with a target"
-    if record.recipe is not None:
+    if record.found.recipe is not None:
         ignores_all = shares_sequences and not with_teacher
         objection = _objection_to_call(model, record.loss, batch, labels, with_teacher, may_ignore_all=ignores_all)
     else:
-        objection = f"the loss is not fused: {record.unfused_reason}" if with_teacher else None
+        objection = f"the loss is not fused: {record.found.unfused_reason}" if with_teacher else None
     if objection is not None:
         return objection
     if not torch.is_grad_enabled() or not any(parameter.requires_grad for parameter in model.parameters()):

@@ -15,8 +15,9 @@ from typing_extensions import TypeVarTuple, Unpack
 
 from liger_dist.config import WrapConfig, check_choice
 from liger_dist.errors import LigerDistError
+from liger_dist.record import inner_model, record_of
 from liger_dist.sharding.fsdp2 import FSDP2, LMHead
-from liger_dist.wrap import inner_model, record_of, wrap
+from liger_dist.wrap import wrap
 
 from .patches import refuse_packing
 
@@ -94,7 +95,7 @@ def wrap_for(
         return
     is_deepspeed = state.distributed_type == DistributedType.DEEPSPEED
     wrap(model, "deepspeed" if is_deepspeed else "auto", config=config)
-    is_fused = record_of(inner_model(model)).recipe is not None
+    is_fused = record_of(inner_model(model)).found.recipe is not None
     if is_fused and plugin is not None and isinstance(plugin.mixed_precision_policy, MixedPrecisionPolicy):
         # Accelerate's default rounds everything that the model returns, including the loss.
         plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, output_dtype=None)

@@ -8,7 +8,8 @@ from axolotl.integrations.base import BasePlugin
 from pydantic import BaseModel
 
 from liger_dist.errors import LigerDistError
-from liger_dist.wrap import is_wrapped, wrap
+from liger_dist.record import is_wrapped
+from liger_dist.wrap import wrap
 
 from .axolotl_distillation import distil, objections
 from .deepspeed_section import as_config

@@ -17,8 +17,8 @@ from llamafactory.train.sft.trainer import CustomSeq2SeqTrainer
 
 from liger_dist.config import WrapConfig
 from liger_dist.errors import LigerDistError
+from liger_dist.record import inner_model, record_of
 from liger_dist.sharding.fsdp2 import LMHead
-from liger_dist.wrap import inner_model, record_of
 
 from .patches import models_wrapped_for, patched
 from .trainer import fuse
@@ -88,7 +88,7 @@ def _wrapping(stage: str, own: Callable[..., None], config: WrapConfig | None, l
 
 
 def _keeps_documents_apart(model: Any) -> bool:
-    return record_of(inner_model(model)).packing.objection() is None
+    return record_of(inner_model(model)).found.packing.objection() is None
 
 
 def _without_dense_mask(collator: Any) -> Callable[[list[dict[str, Any]]], dict[str, Any]]:

@@ -15,9 +15,10 @@ from liger_dist.config import WrapConfig
 from liger_dist.errors import LigerDistError
 from liger_dist.fused_layers.packed_calls import packing_objection
 from liger_dist.model.peft import base_model_of
+from liger_dist.record import inner_model, is_wrapped, record_of
 from liger_dist.sharding.base import Strategy
 from liger_dist.sharding.fsdp2 import LMHead
-from liger_dist.wrap import inner_model, is_wrapped, record_of, wrap
+from liger_dist.wrap import wrap
 
 from .startup.after_import import AfterImport
 
@@ -114,7 +115,7 @@ def refuse_packing(model: nn.Module, setting: str, *, way_out: str = "pad rows o
         LigerDistError: the model would mix them.
     """
     inner = inner_model(model)
-    objection = record_of(inner).packing.objection() if is_wrapped(model) else packing_objection(model)
+    objection = record_of(inner).found.packing.objection() if is_wrapped(model) else packing_objection(model)
     if objection is not None:
         raise LigerDistError(
             f"{setting} packs documents into rows, which {type(base_model_of(inner)).__name__} would mix: {objection}; "
@@ -136,7 +137,7 @@ def wrap_policy(
     if packs is not None:
         refuse_packing(model, packs, way_out="set it to False")
     wrap(model, strategy, config=config)
-    reason = record_of(inner_model(model)).unfused_reason
+    reason = record_of(inner_model(model)).found.unfused_reason
     if reason is not None:
         raise LigerDistError(f"the loss of {type(inner_model(model)).__name__} is not fused: {reason}. {way_out}")
 

@@ -23,8 +23,9 @@ from trl.trainer import utils
 
 from liger_dist.config import WrapConfig
 from liger_dist.errors import LigerDistError
+from liger_dist.record import is_wrapped, record_of
 from liger_dist.sharding.fsdp2 import LMHead
-from liger_dist.wrap import is_wrapped, record_of, unwrap
+from liger_dist.wrap import unwrap
 
 from .accelerate import wrap_for
 from .patches import models_wrapped_for, patched, refuse_packing
@@ -96,7 +97,7 @@ def _wrap(model: nn.Module, *, config: WrapConfig | None, lm_head: LMHead) -> No
     if is_wrapped(model):
         return
     wrap_for(AcceleratorState(), model, config, lm_head)
-    reason = record_of(model).unfused_reason
+    reason = record_of(model).found.unfused_reason
     if reason is not None:
         unwrap(model)
         raise LigerDistError(

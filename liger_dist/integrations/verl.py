@@ -29,8 +29,8 @@ from liger_dist.fused_head.call import IGNORE_INDEX
 from liger_dist.hosts.scored_logits import ScoredLogits
 from liger_dist.losses.spec import Uncast
 from liger_dist.model.peft import base_model_of
+from liger_dist.record import inner_model, record_of
 from liger_dist.sharding.single import LoadedByHost
-from liger_dist.wrap import inner_model, record_of
 
 from .patches import check_members, wrap_policy
 
@@ -138,7 +138,7 @@ class FusedEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         values = {name: getattr(output, name) for name in ("log_prob", "log_sum_exp", "log_prob_at")}
         values |= {"token_ids": output_args["teacher_ids"], "top_k_ids": output.top_k.ids}
         values = {name: self._as_packed(value, micro_batch)[None] for name, value in values.items()}
-        vocab_size = record_of(inner_model(self.module)).structure.vocab_size
+        vocab_size = record_of(inner_model(self.module)).found.structure.vocab_size
         return ScoredLogits.of(output_args["input_ids_rmpad_rolled"].reshape(1, -1), values, vocab_size)
 
     def _as_packed(self, values: Tensor, micro_batch: TensorDict) -> Tensor:

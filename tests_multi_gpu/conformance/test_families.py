@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from transformers.models.llama import modeling_llama
 
 import liger_dist
+from liger_dist.record import record_of
 from liger_dist.sharding.process_groups import compute_device
 from liger_dist.versions import numbers
-from liger_dist.wrap import record_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 HEAD = """# Families of models
@@ -271,7 +271,7 @@ def outcome_of(family: Family) -> Outcome:
     layers = tuple(found.items())
     for dtype, (_, own_loss, own_gradients) in expected.items():
         output, loss, gradients = checked_step(model.to(dtype), batch)
-        assert hasattr(output, "logits") == (record.unfused_reason is not None)
+        assert hasattr(output, "logits") == (record.found.unfused_reason is not None)
         tolerance = TOLERANCES[dtype]
         assert abs(loss - own_loss) <= tolerance * abs(own_loss)
         assert gradients.keys() == own_gradients.keys()
@@ -280,8 +280,8 @@ def outcome_of(family: Family) -> Outcome:
         own_errors, errors = norm_errors(own_gradients, truth), norm_errors(gradients, truth)
         for name, error in errors.items():
             assert error <= max(tolerance, 3 * own_errors[name]), f"{dtype} {name}: {error}, own {own_errors[name]}"
-    if record.unfused_reason is not None:
-        return Outcome("unfused", record.unfused_reason, layers)
+    if record.found.unfused_reason is not None:
+        return Outcome("unfused", record.found.unfused_reason, layers)
     return Outcome("fused", "✓" if torch.float64 in expected else "✓ fp32", layers)
 
 

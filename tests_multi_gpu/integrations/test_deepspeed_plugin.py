@@ -16,7 +16,7 @@ from trainers import assert_same_weights
 import liger_dist
 from liger_dist.cli import main
 from liger_dist.integrations.deepspeed_section import read_section
-from liger_dist.wrap import is_wrapped
+from liger_dist.record import is_wrapped
 
 ROWS = 8
 SECTION = {"memory_budget": ROWS * VOCAB_SIZE * 4}

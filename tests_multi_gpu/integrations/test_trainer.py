@@ -27,7 +27,7 @@ from trainers import (
 )
 
 import liger_dist
-from liger_dist.wrap import is_wrapped
+from liger_dist.record import is_wrapped
 
 ROWS = 8
 CONFIG = liger_dist.WrapConfig(memory_budget=ROWS * VOCAB_SIZE * 4)

@@ -311,7 +311,7 @@ def failed(strategy: Any) -> tuple[list[str], bool, bool]:
         with pytest.raises(liger_dist.LigerDistError) as caught:
             ask()
         sentences.append(str(caught.value))
-    return sentences, model.model.gradient_checkpointing, liger_dist.wrap.__globals__["is_wrapped"](model)
+    return sentences, model.model.gradient_checkpointing, liger_dist.is_wrapped(model)
 
 
 @pytest.mark.smoke

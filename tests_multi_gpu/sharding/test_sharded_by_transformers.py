@@ -32,8 +32,8 @@ from trainers import (
 
 import liger_dist
 from liger_dist.errors import NoAdapterError
+from liger_dist.record import is_wrapped
 from liger_dist.sharding.process_groups import compute_device
-from liger_dist.wrap import is_wrapped
 
 LEARNING_RATE = 0.1
 EVEN_ROWS, UNEVEN_ROWS = 104, 101

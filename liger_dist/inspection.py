@@ -1,0 +1,246 @@
+"""What :func:`liger_dist.wrap` finds out about a model before it changes anything, agreed by all ranks."""
+
+from __future__ import annotations
+
+import warnings
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from types import NoneType
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .config import LOGITS, WrapConfig
+from .errors import LigerDistError
+from .fused_head.call import check_outputs
+from .fused_head.probe import probe_recipe
+from .fused_head.recipe import LossRecipe, NotFusableError
+from .fused_layers.packed_calls import find_packing
+from .losses.spec import as_output_names
+from .model.compile import compiled_call
+from .model.peft import base_model_of, own_loss
+from .model.structure import Structure, find_structure, full_shape, initializer_of
+from .record import Findings, is_wrapped
+from .sequences import check_sequence_parallel
+from .sharding import as_strategy, has_collectives
+from .sharding.base import Initializer, Strategy, Wrapper
+from .sharding.fsdp2 import FSDP2
+from .sharding.fsdp_options import FullySharded
+from .sharding.half_sharded import check_not_failed
+from .sharding.loading import refuse_loaded_shards
+from .sharding.materialize import is_meta
+from .sharding.mesh import Mesh
+from .sharding.process_groups import gathered
+from .sharding.sequence_parallel import check_losses
+from .sharding.single import LoadedByHost
+from .trials.isolated import torch_defaults
+
+_COMPARED = (bool, int, float, str, torch.dtype, NoneType)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """Where the values of a model's parameters come from."""
+
+    device: str
+    """"meta" or "real", or "host" where a host loads them"""
+    parameters: str
+    """number of trained parameters, and a checksum of names, shapes and dtypes of all"""
+    initialize: Initializer | None
+    """None for a model with storage"""
+    is_rank_0: bool = False
+    """True if rank 0 has values and the model of all other ranks is on the meta device"""
+
+
+Inspected = tuple[Strategy, Findings, Origin]
+
+
+def inspect_model(outer: nn.Module, strategy: str | Strategy, mesh: Mesh | None, config: WrapConfig) -> Inspected:
+    """Checks and probes a model; changes nothing. Where all ranks are about to call collectives, they exchange the
+    result first: a refusal of one rank is raised on all.
+
+    Raises:
+        LigerDistError: see :func:`liger_dist.wrap`: of this rank, or that of another one; or the ranks have different
+            settings.
+    """
+    if not (dist.is_initialized() and has_collectives(strategy)):
+        return _inspect(outer, strategy, mesh, config)
+    found, refusal = None, None
+    try:
+        found = _inspect(outer, strategy, mesh, config)
+    except Exception as error:
+        refusal = error
+    settings = "" if found is None else _settings(*found, config)
+    device = "" if found is None else found[2].device
+    all_ranks = gathered((None if refusal is None else str(refusal), settings, device))
+    if refusal is not None:
+        raise refusal
+    refusals = dict.fromkeys(sentence for sentence, _, _ in all_ranks if sentence is not None)
+    if refusals:
+        raise LigerDistError(f"another rank refused to wrap its model: {' '.join(refusals)}")
+    assert found is not None
+    different = dict.fromkeys(settings for _, settings, _ in all_ranks)
+    if len(different) > 1:
+        raise LigerDistError(
+            f"ranks call wrap with different settings: {'; '.join(different)}. Give all of them the same model, "
+            "strategy and WrapConfig."
+        )
+    chosen, findings, origin = found
+    return chosen, findings, _with_values_of_rank_0(origin, [device for *_, device in all_ranks])
+
+
+def _inspect(outer: nn.Module, strategy: str | Strategy, mesh: Mesh | None, config: WrapConfig) -> Inspected:
+    _check_arguments(outer, config)
+    chosen = as_strategy(strategy, mesh)
+    chosen.check(config, world_size=dist.get_world_size() if dist.is_initialized() else None)
+    model = base_model_of(outer)
+    if is_wrapped(outer):
+        raise LigerDistError(f"this {type(model).__name__} is wrapped already; call liger_dist.unwrap(model) first.")
+    if isinstance(model, Wrapper):
+        raise LigerDistError(
+            f"the model is inside a {type(model).__name__} already; wrap the model itself, with strategy='auto' before "
+            "the wrapper is made, or with 'ddp' or 'fsdp1', which make it."
+        )
+    check_not_failed(model)
+    refuse_loaded_shards(model, chosen.name)
+    outputs = as_output_names(config.outputs)
+    check_outputs(outputs)
+    structure = find_structure(model, fused_loss=config.fused_loss)
+    if config.mlp_tile_tokens is not None and any(compiled_call(layer) is not None for layer in structure.layers):
+        raise LigerDistError(
+            f"mlp_tile_tokens is {config.mlp_tile_tokens} but the layers are compiled, which computes the MLP at once; "
+            "leave it out, or do not compile them."
+        )
+    on_meta = is_meta(outer) and not isinstance(chosen, LoadedByHost)
+    if on_meta and len(list(outer.parameters())) > len(list(model.parameters())):
+        raise LigerDistError(
+            f"this {type(outer).__name__} has parameters of its own on the meta device, where PEFT's initial values "
+            "are lost; make the adapter of a model on a real device."
+        )
+    unfused = None if config.fused_loss else "fused_loss=False"
+    chosen.check_model(outer, model, structure, unfused=unfused, on_meta=on_meta)
+    if shards_sequences(chosen):
+        check_sequence_parallel(outer, model, structure.decoder, structure.layers)
+    initialize = initializer_of(model) if on_meta else None
+    recipe, reason = _probe(outer, model, structure, config)
+    if reason is not None and config.fused_loss:
+        chosen.check_model(outer, model, structure, unfused=reason, on_meta=on_meta)
+        if not shards_sequences(chosen):
+            _check_unfused(model, config, outputs, reason)
+    structure = structure.with_calls(repeats_head=recipe is not None and recipe.repeats_head)
+    if shards_sequences(chosen):
+        check_losses(model, reason, repeats_head=structure.repeats_head)
+    packing = find_packing(model, structure, varlen_attention=config.varlen_attention)
+    is_recurrent = packing.recurrent is not None
+    chosen, not_compiled = _decide_compilation(chosen, structure, config, is_recurrent=is_recurrent)
+    frozen = chosen.cost_of_frozen(outer) if isinstance(chosen, FullySharded) else None
+    findings = Findings(
+        structure=structure,
+        recipe=recipe,
+        unfused_reason=reason,
+        packing=packing,
+        not_compiled=not_compiled,
+        frozen=frozen,
+    )
+    device = "host" if isinstance(chosen, LoadedByHost) else "meta" if on_meta else "real"
+    return chosen, findings, Origin(device=device, parameters=_parameters_of(outer), initialize=initialize)
+
+
+def _parameters_of(outer: nn.Module) -> str:
+    """Describes the parameters of a model, for a comparison over the ranks."""
+    named = sorted((name, tuple(full_shape(p)), str(p.dtype), p.requires_grad) for name, p in outer.named_parameters())
+    trained = sum(is_trained for *_, is_trained in named)
+    return f"{trained} (checksum {zlib.crc32(repr(named).encode()):08x})"
+
+
+def _decide_compilation(
+    strategy: Strategy, structure: Structure, config: WrapConfig, *, is_recurrent: bool
+) -> tuple[Strategy, str | None]:
+    """Decides ``compile_layers="auto"``; returns the strategy with True or False, and the reason for False."""
+    if not isinstance(strategy, FullySharded) or strategy.compile_layers != "auto":
+        return strategy, None
+    reason = strategy.reason_against_compiling(structure, config, is_recurrent=is_recurrent)
+    return replace(strategy, compile_layers=reason is None), reason
+
+
+def _check_arguments(outer: object, config: object) -> None:
+    if not isinstance(outer, nn.Module):
+        raise LigerDistError(
+            f"model is {outer!r}; expected a torch.nn.Module, such as AutoModelForCausalLM.from_pretrained(...) builds."
+        )
+    if not isinstance(config, WrapConfig):
+        raise LigerDistError(f"config is {config!r}; expected a liger_dist.WrapConfig(...).")
+    if "_orig_mod" in outer._modules:
+        raise LigerDistError(
+            f"the model is a {type(outer).__name__} that torch.compile has made; wrap the model first and compile the "
+            "result: torch.compile(liger_dist.wrap(model)). model.compile() and compiled layers may come before."
+        )
+
+
+def shards_sequences(strategy: Strategy) -> bool:
+    """True if the tokens of a sequence are on several ranks."""
+    return isinstance(strategy, FSDP2) and strategy.shards_sequences
+
+
+def _check_unfused(model: nn.Module, config: WrapConfig, outputs: tuple[str, ...], reason: str) -> None:
+    """Refuses options that a loss which is not fused does not have."""
+    name = type(model).__name__
+    if config.token_mean == "global":
+        raise LigerDistError(
+            f"token_mean is 'global' but the loss of {name} is not fused ({reason}) and keeps its own mean; leave it "
+            "out, and pass num_items_in_batch to the model."
+        )
+    if outputs not in ((), (LOGITS,)):
+        raise LigerDistError(
+            f"outputs is {outputs} but the loss of {name} is not fused ({reason}), and only a fused one has them; "
+            "leave them out."
+        )
+
+
+def _probe(
+    outer: nn.Module, model: nn.Module, structure: Structure, config: WrapConfig
+) -> tuple[LossRecipe | None, str | None]:
+    if not config.fused_loss:
+        return None, "WrapConfig(fused_loss=False)"
+    try:
+        unfusable = structure.unfusable or own_loss(outer)
+        if unfusable is not None:
+            raise NotFusableError(unfusable)
+        with torch_defaults():
+            return probe_recipe(model, structure), None
+    except NotFusableError as error:
+        warnings.warn(
+            f"liger_dist leaves the loss of {type(model).__name__} unfused: {error}. The model trains as it did "
+            "before; liger_dist.explain(model) says so as well.",
+            stacklevel=5,  # the caller of wrap
+        )
+        return None, str(error)
+
+
+def _with_values_of_rank_0(found: Origin, devices: Sequence[str]) -> Origin:
+    """Decides whose values a model gets that is on the meta device on some ranks alone.
+
+    Raises:
+        LigerDistError: rank 0 has no values, or another rank has some.
+    """
+    if len(set(devices)) == 1:
+        return found
+    on_meta = [rank for rank, device in enumerate(devices) if device == "meta"]
+    if len(on_meta) < len(devices) - 1 or 0 in on_meta:
+        raise LigerDistError(
+            f"the model is on the meta device on the ranks {on_meta} alone; expected all ranks, none, or all but rank "
+            "0, whose values the others then get."
+        )
+    return replace(found, is_rank_0=True)
+
+
+def _settings(strategy: Strategy, found: Findings, origin: Origin, config: WrapConfig) -> str:
+    """What has to be the same on all ranks."""
+    # Other options, such as functions and policies, have no value to compare; budgets may differ.
+    options = {name: value for name, value in getattr(strategy, "__dict__", {}).items() if isinstance(value, _COMPARED)}
+    return (
+        f"{strategy.name} {options}, token_mean={config.token_mean!r}, fused: {found.unfused_reason or 'yes'}, "
+        f"trained parameters: {origin.parameters}"
+    )
