@@ -93,7 +93,7 @@ def swap_layers(
             try:
                 with torch_defaults():
                     match = kind.match(module, backend)
-                if kind is GATED_MLP and mlp_tile_tokens is not None:
+                if isinstance(match, GatedMatch) and mlp_tile_tokens is not None:
                     match = with_tiles(module, match, mlp_tile_tokens)
                 swap_forward(module, kind, match, owner=owner)
                 swapped[f"{name}: {match}"] += 1

@@ -19,13 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from liger_dist.errors import refuse_second_order
+from liger_dist.model.torch_modes import is_traced
 from liger_dist.trials.functions import called_functions
 from liger_dist.trials.isolated import torch_defaults
 from liger_dist.trials.kinds import agrees
 from liger_dist_kernels import MOST_TAPS, Activation, Backend, causal_convolution_bwd, causal_convolution_fwd
 
 from .norm import refuse_freed
-from .swap import is_local, runs_own_code
+from .swap import has_kernels, is_local
 
 TOLERANCE = 1e-5
 PARAMETERS = ("weight", "bias", "activation")
@@ -115,7 +116,7 @@ class Convolution:
         weight: Any = given.get("weight")
         bias: Any = given.get("bias")
         # Without autocast: the sum is fp32 whatever the dtypes, and the result has that of the input.
-        is_supported = len(args) <= 1 + len(PARAMETERS) and not runs_own_code(x) and is_local(weight)
+        is_supported = len(args) <= 1 + len(PARAMETERS) and not is_traced() and has_kernels(x) and is_local(weight)
         is_supported = is_supported and weight.shape[1] <= MOST_TAPS and given.get("activation") in ACTIVATIONS
         if not is_supported or not (bias is None or is_local(bias)):
             seq_idx = given.pop("seq_idx", None)

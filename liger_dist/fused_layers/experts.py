@@ -34,7 +34,7 @@ from liger_dist_kernels import ACTIVATIONS, Backend, GateOptions
 from liger_dist_kernels.expert_activation import gate_in_torch, split_projection
 
 from .grouped_experts import ExpertOptions, ExpertTensors, experts, supports
-from .swap import Kind, PartState, Swapped, has_hooks, is_local, match_of
+from .swap import Kind, Match, PartState, Swapped, has_hooks, is_local, match_of
 
 NAME = "liger_dist"
 """of the implementation, in transformers' interface"""
@@ -66,7 +66,7 @@ class _Config:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertsMatch:
+class ExpertsMatch(Match):
     """Match of a module of experts."""
 
     options: ExpertOptions
@@ -355,7 +355,7 @@ class LowRankMatrices(NamedTuple):
 
 
 @dataclass(frozen=True)
-class LowRankExpertsMatch:
+class LowRankExpertsMatch(Match):
     """Match of PEFT's module around experts."""
 
     def __str__(self) -> str:

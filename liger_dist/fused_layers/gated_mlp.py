@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from liger_dist.errors import refuse_second_order
 from liger_dist.model.class_swap import swapped
 from liger_dist.model.peft import hooks_rows
-from liger_dist.model.torch_modes import is_transformed
 from liger_dist.sharding.deepspeed import is_stored_by_zero3
 from liger_dist.trials.attributes import Attributes
 from liger_dist.trials.isolated import LeftAloneError, StandIn, in_mode, probing, without_hooks
@@ -33,7 +32,7 @@ from liger_dist_kernels import ACTIVATIONS, Activation, Backend, gated_activatio
 
 from .mlp_tiles import compute_in_tiles, linear_without_output
 from .recompute import RecomputedFunction, free_copy, note_output, should_recompute
-from .swap import Kind, PartState, is_local, is_plain_linear, match_of, original_forward, runs_own_code
+from .swap import Kind, Match, PartState, has_kernels, is_local, is_plain_linear, match_of, original_forward
 
 TOLERANCE = 1e-5
 _ZERO_LEAF = "_z3_leaf"
@@ -134,7 +133,7 @@ def gated_activation(gate: Tensor, up: Tensor, *, activation: Activation, backen
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatedMatch:
+class GatedMatch(Match):
     """Roles of a gated MLP's projections, and its activation."""
 
     gate: str
@@ -298,10 +297,9 @@ def _own(module: nn.Module, match: GatedMatch, gate: Tensor, up: Tensor, trainin
 
 
 def _compute(module: nn.Module, match: GatedMatch, hidden_states: Any = None, *args: Any, **kwargs: Any) -> Any:
-    # A compiler fuses the activation itself, and should not trace the checks.
-    if torch.compiler.is_compiling() or hidden_states is None or args or kwargs or not _is_as_probed(module, match):
+    if hidden_states is None or args or kwargs or not _is_as_probed(module, match):
         return NotImplemented
-    is_own = runs_own_code(hidden_states)
+    is_own = not has_kernels(hidden_states)
     if match.tile_tokens is not None and _has_tiles(match.tile_tokens, hidden_states) and not hooks_rows(module):
         # The backward does not look at the match: the module may have been restored by then.
         own = functools.partial(original_forward(module), module)
@@ -312,9 +310,7 @@ def _compute(module: nn.Module, match: GatedMatch, hidden_states: Any = None, *a
 
 
 def _has_tiles(tile_tokens: int, hidden_states: Any) -> bool:
-    if torch.compiler.is_compiling() or is_transformed() or not is_local(hidden_states):
-        return False
-    return bool(hidden_states.shape[:-1].numel() > tile_tokens)
+    return is_local(hidden_states) and bool(hidden_states.shape[:-1].numel() > tile_tokens)
 
 
 def _fused(module: nn.Module, match: GatedMatch, hidden_states: Tensor, *, needs_values: bool = True) -> Any:
@@ -327,7 +323,7 @@ def _fused(module: nn.Module, match: GatedMatch, hidden_states: Tensor, *, needs
     gate, up = (projected, getattr(module, match.up)(hidden_states)) if match.up else match.split(projected)
     del projected
     down = getattr(module, match.down)
-    if runs_own_code(gate) or not is_local(up) or gate.dtype != up.dtype or gate.shape != up.shape:
+    if not has_kernels(gate) or not is_local(up) or gate.dtype != up.dtype or gate.shape != up.shape:
         # Projections may return DTensors, with LoRA another dtype, and after an exchange shapes that broadcast.
         return down(_activate(gate, match.activation) * up)
     product = gated_activation(gate, up, activation=match.activation, backend=match.backend)
@@ -338,9 +334,7 @@ def _fused(module: nn.Module, match: GatedMatch, hidden_states: Tensor, *, needs
 
 
 def _is_as_probed(module: nn.Module, match: GatedMatch) -> bool:
-    """True if the module is unchanged, and its submodules that are no longer called have no user hooks."""
-    if not match.attributes.are_those_of(module):
-        return False
+    """True if the submodules that are no longer called are unchanged, and have no user hooks."""
     return all(state.is_unchanged(module._modules.get(name)) for name, state in match.others.items())
 
 

@@ -27,7 +27,7 @@ from liger_dist_kernels import Backend, GatedNormOptions, gated_norm_bwd, gated_
 from .layout import in_layout
 from .norm import refuse_freed
 from .recompute import RecomputedFunction, free_copy, note_output, should_recompute
-from .swap import Kind, is_local, runs_own_code
+from .swap import Kind, Match, has_kernels, is_local
 
 TOLERANCE = 1e-5
 MOST_FEATURES = 8192
@@ -91,7 +91,7 @@ def gated_norm(
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatedNormMatch:
+class GatedNormMatch(Match):
     """Gated norm that a module computes."""
 
     options: GatedNormOptions
@@ -171,11 +171,11 @@ def _candidates(module: nn.Module, width: int) -> Iterator[GatedNormOptions]:
 def _compute(
     module: nn.Module, match: GatedNormMatch, hidden_states: Any = None, gate: Any = None, **kwargs: Any
 ) -> Any:
-    if kwargs or runs_own_code(hidden_states, under_autocast=False) or not is_local(gate):
+    if kwargs or not has_kernels(hidden_states, under_autocast=False) or not is_local(gate):
         return NotImplemented
     weight: Any = getattr(module, "weight", None)
     fits = is_local(weight) and tuple(weight.shape) == hidden_states.shape[-1:] and gate.shape == hidden_states.shape
-    if not fits or not match.attributes.are_those_of(module):
+    if not fits:
         return NotImplemented
     compute = partial(gated_norm, weight=weight, options=match.options, backend=match.backend)
     if hidden_states.is_contiguous():

@@ -33,7 +33,7 @@ from liger_dist.trials.kinds import agrees
 from liger_dist.trials.model_run import Groups
 from liger_dist_kernels import Backend
 
-from .swap import Kind, has_hooks, is_local, is_plain_linear, match_of, runs_own_code
+from .swap import Kind, Match, has_hooks, has_kernels, is_local, is_plain_linear, match_of
 
 TOLERANCE = 1e-5
 _PARTS = ("lora_A", "lora_B")
@@ -175,7 +175,7 @@ class _AddLowRank(torch.autograd.Function):
 
 
 @dataclass
-class LowRankMatch:
+class LowRankMatch(Match):
     """Match of a LoRA layer."""
 
     parent: nn.Module | None = None
@@ -252,7 +252,7 @@ def _probe(module: Any, name: str, is_original: bool) -> tuple[list[Any], list[T
 
 def _compute(module: Any, match: LowRankMatch, x: Any = None, *args: Any, **kwargs: Any) -> Any:
     ready, match.ready = match.ready, None
-    if args or kwargs or runs_own_code(x, under_autocast=False) or x.dim() < 2:
+    if args or kwargs or not has_kernels(x, under_autocast=False) or x.dim() < 2:
         return NotImplemented
     own = _projection(module, x)
     if own is not None:

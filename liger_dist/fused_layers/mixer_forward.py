@@ -20,12 +20,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from liger_dist.model.document_rows import DocumentsOfRow
+from liger_dist.model.torch_modes import is_traced
 from liger_dist.trials.functions import called_functions, fallback_of, installed_function, with_globals
 from liger_dist.trials.isolated import LeftAloneError
 from liger_dist_kernels import Backend
 
 from .convolution import convolutions_of
-from .swap import runs_own_code
+from .swap import has_kernels
 
 _DOCUMENTS: ContextVar[DocumentsOfRow | None] = ContextVar("liger_dist_documents_of_row", default=None)
 """documents of the row that a forward computes in this context; None for rows of one document each"""
@@ -80,7 +81,7 @@ class MixerForward:
 
     def takes_lengths(self, hidden_states: Tensor) -> bool:
         """True if a call may get one row of several documents."""
-        if not self._read or runs_own_code(hidden_states):
+        if not self._read or is_traced() or not has_kernels(hidden_states):
             return False
         is_current = all(self._own.get(name) is function for name, function in self._read.items())
         return is_current and all(one.is_current() for one in self.convolutions.values())

@@ -24,7 +24,7 @@ from liger_dist_kernels import Backend, NormOptions, norm_bwd, norm_fwd
 
 from .layout import in_layout
 from .recompute import RecomputedFunction, drop_outputs, free_copy, note_output, should_recompute
-from .swap import Kind, is_local, runs_own_code
+from .swap import Kind, Match, has_kernels, is_local
 
 TOLERANCE = 1e-5
 WIDTH = 32
@@ -52,13 +52,19 @@ class _Norm(RecomputedFunction):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight_D: Tensor | None, bias_D: Tensor | None, options: NormOptions, backend: Backend
+        ctx: Any,
+        x: Tensor,
+        weight_D: Tensor | None,
+        bias_D: Tensor | None,
+        options: NormOptions,
+        backend: Backend,
+        recomputes: bool,
     ) -> Tensor:
         ctx.options, ctx.backend = options, backend
         ctx.bias_dtype = None if bias_D is None else bias_D.dtype
         y, mean_T, rstd_T = norm_fwd(x, weight_D, bias_D, options=options, backend=backend)
         ctx.save_for_backward(x, mean_T, rstd_T, weight_D)
-        if should_recompute(y) and any(ctx.needs_input_grad):
+        if recomputes and any(ctx.needs_input_grad):
             # Copies: the parameters may be resharded when the output is recomputed.
             ctx.parameters = [None if p is None else p.detach().clone() for p in (weight_D, bias_D)]
             note_output(ctx, y)
@@ -88,7 +94,7 @@ class _Norm(RecomputedFunction):
         )
         d_weight_D = None if gradients.d_weight_D is None else gradients.d_weight_D.to(weight_D.dtype)
         d_bias_D = None if gradients.d_bias_D is None else gradients.d_bias_D.to(ctx.bias_dtype)
-        return gradients.d_x, d_weight_D, d_bias_D, None, None
+        return gradients.d_x, d_weight_D, d_bias_D, None, None, None
 
 
 def norm(
@@ -104,13 +110,15 @@ def norm(
     if not torch.is_grad_enabled():
         # Autograd would request the copies that a backward needs even here.
         return norm_fwd(x, weight, bias, options=options, backend=backend).y
-    drop_outputs(x)
-    result: Tensor = _Norm.apply(x, weight, bias, options, backend)  # type: ignore[no-untyped-call]
+    recomputes = should_recompute(x)
+    if recomputes:
+        drop_outputs(x)
+    result: Tensor = _Norm.apply(x, weight, bias, options, backend, recomputes)  # type: ignore[no-untyped-call]
     return result
 
 
 @dataclass(frozen=True, kw_only=True)
-class NormMatch:
+class NormMatch(Match):
     """Norm that a module computes."""
 
     options: NormOptions
@@ -218,12 +226,12 @@ def _agree(ours: Tensor, own: Tensor) -> bool:
 
 
 def _compute(module: nn.Module, match: NormMatch, hidden_states: Any = None, *args: Any, **kwargs: Any) -> Any:
-    if args or kwargs or runs_own_code(hidden_states, under_autocast=match.under_autocast):
+    if args or kwargs or not has_kernels(hidden_states, under_autocast=match.under_autocast):
         return NotImplemented
     found: dict[str, Any] = {name: getattr(module, name, None) for name in match.parameters}
     width = hidden_states.shape[-1]
     fits = all(is_local(tensor) and tuple(tensor.shape) == (width,) for tensor in found.values())
-    if not fits or not match.attributes.are_those_of(module):
+    if not fits:
         return NotImplemented
     compute = partial(
         norm, weight=found.get("weight"), bias=found.get("bias"), options=match.options, backend=match.backend

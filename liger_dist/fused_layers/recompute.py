@@ -95,8 +95,8 @@ def free_copy(ctx: Any) -> None:
 
 def drop_outputs(x: Tensor) -> None:
     """Replaces saved outputs of norms and gated activations in the graph of ``x`` by their recomputation, back to the
-    last norms."""
-    if x.grad_fn is not None and should_recompute(x) and not _drop_at_known_places(x.grad_fn):
+    last norms; where :func:`should_recompute`."""
+    if x.grad_fn is not None and not _drop_at_known_places(x.grad_fn):
         _drop_by_search(x.grad_fn)
 
 

@@ -41,7 +41,7 @@ from liger_dist_kernels import Backend
 
 from .convolution import reason_against
 from .mixer_forward import MixerForward, functions_of_lengths
-from .swap import Kind, check_swappable, match_of, original_forward, swap_forward
+from .swap import Kind, Match, check_swappable, match_of, original_forward, swap_forward
 
 MOST_KINDS = 8
 """classes of mixing modules in one model"""
@@ -50,7 +50,7 @@ _DOCUMENTS: ContextVar[tuple[tuple[object, DocumentRows | None], ...]] = Context
 """models whose call runs in this context, innermost last, and its documents"""
 
 
-class RecurrentLayers:
+class RecurrentLayers(Match):
     """Layers of one model, other than attention, that read earlier tokens.
 
     Args:
@@ -379,4 +379,5 @@ RECURRENT = Kind(
     match=_match,
     compute=_compute,
     absent="no module other than attention reads earlier tokens",
+    in_compiled_layers=True,
 )

@@ -27,7 +27,7 @@ from liger_dist.trials.isolated import LeftAloneError
 from liger_dist.trials.kinds import agrees
 from liger_dist_kernels import Backend, Pairing, RotaryLayout, rotate
 
-from .swap import Kind, is_local, runs_own_code
+from .swap import Kind, Match, has_kernels, is_local
 
 TOLERANCE = 1e-5
 TABLES = (("cos", "sin"), ("freqs_cis",), ("freqs_ci",))
@@ -125,7 +125,7 @@ def _arguments(given: dict[str, Any], convention: RotaryConvention) -> dict[str,
     tables = [given[name] for name in convention.tables]
     # Loops: a generator costs 1 us of host time.
     for x in tensors:
-        if runs_own_code(x):
+        if not has_kernels(x):
             return None
     for table in tables:
         if not is_local(table) or table.requires_grad:
@@ -209,7 +209,7 @@ class _Call:
         return rotated if len(rotated) > 1 else rotated[0]
 
 
-class RotaryMatch:
+class RotaryMatch(Match):
     """Forward of an attention with its rotary functions replaced."""
 
     def __init__(self, forward: Any, backend: Backend) -> None:
@@ -226,10 +226,8 @@ class RotaryMatch:
             raise LeftAloneError("its rotary function is none of the known layouts")
         own = unwrap(forward).__globals__
         calls = {name: _Call(own, name, convention, backend) for name, convention in self._conventions.items()}
-        self._copy = with_globals(forward, calls)
-
-    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return self._copy(module, *args, **kwargs)
+        self.run = with_globals(forward, calls)
+        """computes the module from the arguments of its forward"""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RotaryMatch:
         # Made anew, it would read the functions that have been patched since.
@@ -266,7 +264,7 @@ def _match(module: nn.Module, backend: Backend) -> RotaryMatch:
 
 
 def _compute(module: nn.Module, match: RotaryMatch, *args: Any, **kwargs: Any) -> Any:
-    return NotImplemented if torch.compiler.is_compiling() else match(module, *args, **kwargs)
+    return match.run(module, *args, **kwargs)
 
 
 def convention_of(function: Any) -> RotaryConvention | None:

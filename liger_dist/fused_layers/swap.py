@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from liger_dist.model.class_swap import below_wrappers, subclass_of, with_base
-from liger_dist.model.torch_modes import is_transformed
+from liger_dist.model.torch_modes import is_traced
 from liger_dist.trials.attributes import Attributes, identity_of
 from liger_dist.trials.isolated import LeftAloneError
 from liger_dist_kernels import Backend
@@ -36,6 +36,14 @@ KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """dtypes with kernels; fp64 models keep their original arithmetic to the last digit"""
 
 
+class Match:
+    """What a kind has found out about one module, for its calls."""
+
+    attributes: Attributes | None = None
+    """attributes that the original forward reads; where they have changed since, it runs. None if the kind compares
+    them itself, or reads none"""
+
+
 @dataclass(frozen=True)
 class Kind:
     """Kind of layer that kernels compute. A new kind is a file that defines one, and an entry in
@@ -44,7 +52,7 @@ class Kind:
     name: str
     is_candidate: Callable[[nn.Module], bool]
     """True if a module looks like one of this kind"""
-    match: Callable[[nn.Module, Backend], Any]
+    match: Callable[[nn.Module, Backend], Match]
     """Probes the candidate's original forward and returns the options of its kernel, whose ``str`` is shown by
     ``explain``. Raises :class:`LeftAloneError` if the module computes something else."""
     compute: Callable[..., Any]
@@ -58,7 +66,7 @@ class Kind:
     """name of the module's attribute that the match's attribute of this name replaces, instead of the forward, which
     then calls ``compute`` because of it; empty to swap the forward"""
     in_compiled_layers: bool = False
-    """True if the kind is swapped in compiled layers too: its operation is opaque to the compiler"""
+    """True if ``compute`` also runs where torch.compile traces the layer, or a transform of torch.func is active"""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Kind:
         return self
@@ -112,7 +120,7 @@ class Swapped:
         return _blank, (self._liger_dist_kind, self._liger_dist_probed), vars(self)
 
 
-def swap_forward(module: nn.Module, kind: Kind, match: Any, *, owner: str) -> None:
+def swap_forward(module: nn.Module, kind: Kind, match: Match, *, owner: str) -> None:
     """Gives the instance the forward of ``kind``, which reads its ``match``.
 
     Args:
@@ -126,7 +134,7 @@ def swap_forward(module: nn.Module, kind: Kind, match: Any, *, owner: str) -> No
     _install(module, with_base(type(module), base, _class_for(kind, ClassForward.of(base))), match, owner)
 
 
-def _install(module: nn.Module, cls: type, match: Any, owner: str) -> None:
+def _install(module: nn.Module, cls: type, match: Match, owner: str) -> None:
     setattr(module, _MATCH, match)
     setattr(module, _OWNER, owner)
     name = cls._liger_dist_kind.attribute  # type: ignore[attr-defined]
@@ -277,23 +285,26 @@ def is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
     return is_linear and is_local(module.weight) and not _hooks(module)
 
 
-def runs_own_code(tensor: object, *, under_autocast: bool = True) -> bool:
-    """True if a layer with this input runs its original code: while it is compiled (the compiler fuses it itself),
-    under torch.func, under autocast if the layer behaves differently there, and for dtypes without kernels."""
-    if torch.compiler.is_compiling() or is_transformed() or not is_local(tensor):
-        return True
-    assert isinstance(tensor, Tensor)
-    return tensor.dtype not in KERNEL_DTYPES or (not under_autocast and torch.is_autocast_enabled(tensor.device.type))
+def has_kernels(tensor: object, *, under_autocast: bool = True) -> TypeGuard[Tensor]:
+    """True if kernels compute a layer with this input: a full ordinary tensor of a dtype that they take, and no
+    autocast if the layer behaves differently there."""
+    if type(tensor) is not Tensor and type(tensor) is not Parameter:
+        return False
+    return tensor.dtype in KERNEL_DTYPES and (under_autocast or not torch.is_autocast_enabled(tensor.device.type))
 
 
 def _class_for(kind: Kind, probed: ClassForward) -> Any:
-    base = probed.cls
+    base, compute, probed_forward, takes_transforms = probed.cls, kind.compute, probed.function, kind.in_compiled_layers
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        match, current = match_of(self), base.forward
-        # Other code may have exchanged the class's forward, or still hold this one after the module was restored.
-        is_probed = match is not None and current is probed.function
-        result = kind.compute(self, match, *args, **kwargs) if is_probed else NotImplemented
+        match: Match | None = vars(self).get(_MATCH)
+        current: Forward = base.forward
+        # Other code may have exchanged the class's forward, or still hold this one after the module was restored. A
+        # compiler fuses a layer itself, and should not trace the checks that follow.
+        is_own = match is None or current is not probed_forward or (not takes_transforms and is_traced())
+        if is_own or not (match.attributes is None or match.attributes.are_those_of(self)):  # type: ignore[union-attr]
+            return current(self, *args, **kwargs)
+        result = compute(self, match, *args, **kwargs)
         return current(self, *args, **kwargs) if result is NotImplemented else result
 
     members = {"_liger_dist_kind": kind, "_liger_dist_probed": probed}

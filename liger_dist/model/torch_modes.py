@@ -29,6 +29,11 @@ def is_transformed() -> bool:
     return bool(is_functorch and is_functorch()) or getattr(fwAD, "_current_level", -1) >= 0
 
 
+def is_traced() -> bool:
+    """True where torch.compile traces, or a transform of torch.func or forward-mode differentiation is active."""
+    return torch.compiler.is_compiling() or is_transformed()
+
+
 def in_checkpoint() -> bool:
     """True inside ``torch.utils.checkpoint`` (``use_reentrant=False``), in the forward and in the recomputation; False
     in a compiled graph, because its compiler decides what is recomputed."""
