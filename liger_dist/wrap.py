@@ -42,10 +42,10 @@ from .sequences import check_sequence_parallel, guard_decoder
 from .sharding import as_strategy, encoders, has_collectives, resharding
 from .sharding.accelerate import mark_sharded, unmark_sharded
 from .sharding.base import Initializer, Strategy, Wrapper
-from .sharding.fsdp2 import FSDP2
+from .sharding.fsdp2.loading import refuse_loaded_shards
+from .sharding.fsdp2.strategy import FSDP2
 from .sharding.fsdp_options import FullySharded
 from .sharding.half_sharded import check_not_failed, refuse_half_sharded, storage_state
-from .sharding.loading import refuse_loaded_shards
 from .sharding.materialize import is_meta, values_of_rank_0
 from .sharding.mesh import Mesh
 from .sharding.process_groups import gathered

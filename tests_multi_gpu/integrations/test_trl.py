@@ -37,7 +37,7 @@ from truth import relative_error
 import liger_dist
 from liger_dist.hosts.scored_logits import ScoredLogits
 from liger_dist.model.keywords import renamed_keywords
-from liger_dist.sharding.fsdp2 import LMHead
+from liger_dist.sharding.fsdp2.strategy import LMHead
 from liger_dist.wrap import is_wrapped
 
 HAS_HEAD = importlib.util.find_spec("trl") is not None and version("trl") >= "1.16"
