@@ -19,8 +19,8 @@ from .sequences import gather_sequence as gather_sequence
 from .sequences import shard_sequence as shard_sequence
 from .sharding.ddp import DDP as DDP
 from .sharding.fsdp1 import FSDP1 as FSDP1
-from .sharding.fsdp2 import FSDP2 as FSDP2
-from .sharding.loading import sharded_loading as sharded_loading
+from .sharding.fsdp2.loading import sharded_loading as sharded_loading
+from .sharding.fsdp2.strategy import FSDP2 as FSDP2
 from .sharding.tensor_parallel import TensorParallel as TensorParallel
 from .verify import verify as verify
 from .wrap import unwrap as unwrap

@@ -43,8 +43,9 @@ class WrapConfig:
     """"triton", "reference" (plain torch), or "auto": Triton on GPUs, the reference elsewhere."""
     memory_budget: int | None = None
     """Bytes of the buffer for one chunk of logits (with a vocab-parallel lm_head, also of the exchanged hidden states);
-    None for 1 GiB, or 256 MiB if the weight is frozen and not vocab-parallel. Three and more chunks need an fp32 sum of
-    the weight's gradient (4 bytes per element), so a smaller buffer may take more memory."""
+    None for 1 GiB, or 256 MiB if the weight is frozen and not vocab-parallel (defaults of
+    ``liger_dist_kernels/token_chunks.py``). Three and more chunks need an fp32 sum of the weight's gradient (4 bytes
+    per element), so a smaller buffer may take more memory."""
     logits_dtype: LogitsDtype = None
     """``torch.float32`` keeps the logits of 16-bit operands in fp32, in which the products are summed anyway:
     log-probabilities without the rounding of logits to 16 bits. "fp32_operands" also converts hidden states and weight

@@ -28,8 +28,8 @@ from .losses.spec import CALL_KEYWORDS, KEYWORDS_OF_MODELS, SMALLEST_TEMPERATURE
 from .model.peft import without_fsdp1
 from .model.structure import is_linear_forward
 from .record import Wrapped, inner_model, record_of
-from .sharding import fsdp2_forward
 from .sharding.base import FullHead, Head
+from .sharding.fsdp2 import forward as fsdp2_forward
 from .sharding.process_groups import compute_device
 from .sharding.single import Replicated
 from .sharding.tensor_parallel import TensorParallelAdapter

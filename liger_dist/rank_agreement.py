@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from .explain import Explanation, explain
 from .record import inner_model, record_of
 from .sharding import deepspeed, fsdp1
+from .sharding.fsdp2.packed_bytes import PackedBytes
 from .sharding.mesh import local_shard
-from .sharding.packed_bytes import PackedBytes
 from .sharding.process_groups import collective_device
 
 

@@ -27,7 +27,8 @@ from .model.peft import active_head
 from .rank_agreement import GradientErrors, disagreements, disagreements_of_gradients
 from .record import Wrapped, inner_model, record_of
 from .sequences import gather_batch
-from .sharding import deepspeed, fsdp1, fsdp1_forward, fsdp2, resharding
+from .sharding import deepspeed, fsdp1, fsdp1_forward, resharding
+from .sharding.fsdp2.strategy import unfinished_reduction
 from .sharding.process_groups import sentences_of_all_ranks
 from .sharding.reentrant_layers import is_reentrant
 from .sharding.sequence_parallel import SequenceAxis, detached, sequence_axis_of
@@ -445,7 +446,7 @@ def _unfinished_step(root: nn.Module) -> str | None:
             "a loss waits for its backward, which FSDP1 cannot run after another one (compute a loss without backward "
             "in torch.no_grad()), and an optimizer for its step"
         )
-    return fsdp2.unfinished_reduction(root)
+    return unfinished_reduction(root)
 
 
 @contextmanager

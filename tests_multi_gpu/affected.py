@@ -37,14 +37,13 @@ CELLS = "tests_multi_gpu/conformance/test_conformance.py::"
 ENGINES = {
     "fsdp1": "FSDP1",
     "fsdp2": "FSDP2",
-    "fsdp2_forward": "FSDP2",
     "vocab_parallel": "vocab-parallel head",
     "tensor_parallel": "TP",
     "deepspeed": "ZeRO",
     "ddp": "DDP",
     "single": "one process",
 }
-"""a module of liger_dist/sharding, and words of the names of its cells"""
+"""a module or package of liger_dist/sharding, and words of the names of its cells"""
 
 
 # --- the map, from a recording ------------------------------------------------------------------------------------
@@ -280,8 +279,9 @@ def tests_of(changes: dict[str, set[int] | None], known: dict[str, Any]) -> list
         further += [
             [test for test, _ in listed if test.startswith(f"{own}::")] for own in known.get("own", {}).get(file, ())
         ]
-        if file.startswith("liger_dist/sharding/") and stem in ENGINES:
-            queues.append([test for test, _ in listed if test.startswith(CELLS) and ENGINES[stem] in test])
+        engine = file.removeprefix("liger_dist/sharding/").removesuffix(".py").partition("/")[0]
+        if engine in ENGINES:
+            queues.append([test for test, _ in listed if test.startswith(CELLS) and ENGINES[engine] in test])
     seconds = dict(map(tuple, listed))
     left = BUDGET
     for test in (*_in_turn(queues), *_in_turn(further)):

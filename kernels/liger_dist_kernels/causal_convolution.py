@@ -18,14 +18,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._triton_utils import ANY_LENGTH, Backend, cdiv, dense, launch, next_power_of_2, runs_triton, statistics_dtype
+from ._triton_utils import ANY_LENGTH, Backend, cdiv, dense, launch, runs_triton, statistics_dtype
 from .gated_activation import Activation, activate, activated_with_slope
+from .launches import causal_convolution_sizes
 from .norm import sum_of_parts
 
 MOST_TAPS = 4
-BLOCK_C = 128
-PROGRAMS = 4096
-"""programs of one warp that keep a GPU busy"""
 SHORT = 64
 """tokens of a row"""
 
@@ -208,11 +206,11 @@ def causal_convolution_fwd(
     B, C, S = x.shape
     # No view: others may change the output of an autograd function in place.
     y = torch.empty_strided(shape, _strides(shape), dtype=x.dtype, device=x.device)
-    strip = _strip(x, most=128)
+    sizes = causal_convolution_sizes(x.numel(), most_tokens=128)
     if y.numel() > 0:
         launch(
             _causal_convolution_fwd_kernel,
-            (cdiv(S, strip), B, cdiv(C, BLOCK_C)),
+            (cdiv(S, sizes["STRIP"]), B, cdiv(C, sizes["BLOCK_C"])),
             x,
             _four_taps(weight_CK),
             dense(bias_C),
@@ -226,9 +224,7 @@ def causal_convolution_fwd(
             HAS_BIAS=bias_C is not None,
             HAS_DOCUMENTS=seq_idx_BS is not None,
             FP64=x.dtype == torch.float64,
-            STRIP=strip,
-            BLOCK_C=BLOCK_C,
-            num_warps=1,
+            **sizes,
         )
     return y
 
@@ -254,14 +250,14 @@ def causal_convolution_bwd(
     d_y, _ = _in_one_row(_channels_last(d_y), None)
     x, seq_idx_BS = _in_one_row(_channels_last(x), seq_idx_BS)
     B, C, S = x.shape
-    strip = _strip(x, most=64)
-    parts = cdiv(S, strip)
+    sizes = causal_convolution_sizes(x.numel(), most_tokens=64)
+    parts = cdiv(S, sizes["STRIP"])
     d_x = torch.empty_strided(shape, _strides(shape), dtype=x.dtype, device=x.device)
     d_parts = x.new_empty(B * parts, 5 * C, dtype=statistics_dtype(x.dtype)) if needs_weight else None
     if d_x.numel() > 0:
         launch(
             _causal_convolution_bwd_kernel,
-            (parts, B, cdiv(C, BLOCK_C)),
+            (parts, B, cdiv(C, sizes["BLOCK_C"])),
             d_y,
             x,
             _four_taps(weight_CK),
@@ -280,9 +276,7 @@ def causal_convolution_bwd(
             HAS_DOCUMENTS=seq_idx_BS is not None,
             NEEDS_WEIGHT=needs_weight,
             FP64=x.dtype == torch.float64,
-            STRIP=strip,
-            BLOCK_C=BLOCK_C,
-            num_warps=1,
+            **sizes,
         )
     if d_parts is None:
         return CausalConvolutionGradients(d_x, None, None)
@@ -305,11 +299,6 @@ def _in_one_row(x: Tensor, seq_idx_BS: Tensor | None) -> tuple[Tensor, Tensor | 
     if seq_idx_BS is not None:
         row = (row << 32) + seq_idx_BS.flatten()
     return x.transpose(1, 2).reshape(1, B * S, C).transpose(1, 2), row[None]
-
-
-def _strip(x: Tensor, *, most: int) -> int:
-    """Returns the tokens of a program, fewer than ``most`` where few programs would be left."""
-    return min(max(next_power_of_2(x.numel() // (BLOCK_C * PROGRAMS)), 32), most)
 
 
 def _four_taps(weight_CK: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ from ._triton_utils import (
     runs_triton,
     statistics_dtype,
 )
-from .launches import STATISTICS_COLUMNS
+from .launches import CROSS_ENTROPY_FWD_EXPONENTIALS, STATISTICS_COLUMNS
 from .logit_rows import (
     Coefficients,
     Flags,
@@ -233,7 +233,7 @@ def cross_entropy_fwd(
         else:
             described |= alignment_arguments((logits_TV, exponentials_TV), rows.is_padded)
             lanes = max(next_power_of_2(V) // described["VECTOR"], 1)
-            described |= {"LANES": lanes, "FP64": logits_TV.dtype == torch.float64, "num_warps": 16}
+            described |= {"LANES": lanes, "FP64": logits_TV.dtype == torch.float64}
             launch(
                 _cross_entropy_fwd_exponentials_kernel,
                 (T,),
@@ -244,6 +244,7 @@ def cross_entropy_fwd(
                 T,
                 V,
                 **described,
+                **CROSS_ENTROPY_FWD_EXPONENTIALS,
             )
     return statistics_of_fields(fields_6T, rows)
 

@@ -26,7 +26,6 @@ from ._triton_utils import (
     cdiv,
     host_number,
     launch,
-    next_power_of_2,
     number,
     runs_triton,
     statistics_dtype,
@@ -35,14 +34,7 @@ from .expert_activation import GateOptions, gate_in_torch, join_projection, spli
 from .experts import Routing, weights_of_rows
 from .gated_activation import activate
 from .grouped_products import grouped_product
-
-_MOST_FEATURES = 1024
-"""features of an expert that a program reads at once"""
-_TILE_ROWS, _TILE_FEATURES, _TILE_FEATURES_OF_FP64 = 16, 128, 32
-"""tile of a program with a low-rank product (H100, 65,536 rows of 768 features, rank 16, forward and backward: 0.22 and
-0.43 ms; with 64 features 0.27 and 0.57, with 32 rows of 64 0.22 and 0.55)"""
-_FEWEST_RANKS, _MOST_RANKS = 16, 64
-"""ranks that a program multiplies at once"""
+from .launches import EXPERT_GATE, expert_gate_blocks
 
 
 class LowRankFactors(NamedTuple):
@@ -292,12 +284,6 @@ def _launch(
     """
     dtype, F, is_fp64 = h_SH.dtype, options.features(h_SH.shape[1]), h_SH.dtype == torch.float64
     rank = 0 if low is None else low.low_Sr.shape[1]
-    most_ranks = max(rank, other_rank)
-    most_features = _MOST_FEATURES
-    if most_ranks:
-        most_features = _TILE_FEATURES_OF_FP64 if is_fp64 else _TILE_FEATURES
-        # Gate and up are in one tile there: with twice the columns, registers spill.
-        most_features //= 2 if options.is_interleaved else 1
     flags = _Flags(
         FP64=is_fp64,
         E=routing.ends_E.shape[0],
@@ -308,9 +294,7 @@ def _launch(
         LIMITS="none" if options.limit is None else "activation" if options.limits_activation else "gate",
         RANK=rank,
         HAS_BIAS=bias_EH is not None,
-        BLOCK_S=_TILE_ROWS if most_ranks else 1,
-        BLOCK_F=min(max(next_power_of_2(F), 16), most_features),
-        BLOCK_R=min(max(next_power_of_2(most_ranks), _FEWEST_RANKS), _FEWEST_RANKS if is_fp64 else _MOST_RANKS),
+        **expert_gate_blocks(F, max(rank, other_rank), is_fp64=is_fp64, is_interleaved=options.is_interleaved),
     )
     numbers = (0.0 if low is None else low.scale, options.limit or 0.0, options.slope, options.offset)
     launch(
@@ -327,7 +311,7 @@ def _launch(
         *(host_number(value, dtype) for value in numbers),
         *others,
         FLAGS=flags,
-        num_warps=4,
+        **EXPERT_GATE,
         **constants,
     )
 

@@ -22,15 +22,12 @@ from ._triton_utils import (
     cdiv,
     host_number,
     launch,
-    next_power_of_2,
     number,
     runs_triton,
     statistics_dtype,
 )
 from .grouped_products import grouped_outer_product
-
-_MOST_COLUMNS = 2048
-"""columns that a program reads at once"""
+from .launches import expert_row_sizes, outer_product_sizes, sum_of_expert_sizes
 
 
 class Routing(NamedTuple):
@@ -96,10 +93,10 @@ def gather_rows(x_TD: Tensor, routing: Routing, *, backend: Backend = "auto") ->
     D = x_TD.shape[1]
     y_SD = x_TD.new_empty(T * K, D)
     if y_SD.numel() > 0:
-        block = min(next_power_of_2(D), _MOST_COLUMNS)
+        sizes = expert_row_sizes(D)
         launch(
             _gather_kernel,
-            (T, cdiv(D, block)),
+            (T, cdiv(D, sizes["BLOCK_D"])),
             x_TD,
             routing.row_TK,
             routing.ends_E,
@@ -108,8 +105,7 @@ def gather_rows(x_TD: Tensor, routing: Routing, *, backend: Backend = "auto") ->
             D,
             E=routing.ends_E.shape[0],
             K=K,
-            BLOCK_D=block,
-            num_warps=4,
+            **sizes,
         )
     return y_SD
 
@@ -178,10 +174,10 @@ def combine_rows(
         return rows_TKD.where(has_expert_TK1, 0.0).sum(1).to(y_SD.dtype)
     sum_TD = y_SD.new_empty(T, D)
     if sum_TD.numel() > 0:
-        block = min(next_power_of_2(D), _MOST_COLUMNS)
+        sizes = expert_row_sizes(D)
         launch(
             _combine_kernel,
-            (T, cdiv(D, block)),
+            (T, cdiv(D, sizes["BLOCK_D"])),
             y_SD,
             y_SD if low is None else low.product,
             y_SD if bias is None else bias.bias_ED,
@@ -197,8 +193,7 @@ def combine_rows(
             FP64=y_SD.dtype == torch.float64,
             HAS_LOW=low is not None,
             HAS_BIAS=bias is not None,
-            BLOCK_D=block,
-            num_warps=4,
+            **sizes,
         )
     return sum_TD
 
@@ -241,10 +236,10 @@ def sum_of_experts(
         sums = y.new_zeros(E, D).index_add_(0, routing.expert_S[:end].long(), y)
         return sums.to(y_SD.dtype)
     sum_ED = y_SD.new_empty(E, D)
-    block = min(next_power_of_2(D), 128)
+    sizes = sum_of_expert_sizes(D)
     launch(
         _sum_of_expert_kernel,
-        (E, cdiv(D, block)),
+        (E, cdiv(D, sizes["BLOCK_D"])),
         y_SD,
         y_SD if weight_TK is None else weight_TK,
         routing.pair_S,
@@ -253,9 +248,7 @@ def sum_of_experts(
         D,
         FP64=y_SD.dtype == torch.float64,
         HAS_WEIGHT=weight_TK is not None,
-        BLOCK_S=16,
-        BLOCK_D=block,
-        num_warps=4,
+        **sizes,
     )
     return sum_ED
 
@@ -299,11 +292,10 @@ def outer_products_with_tokens(
     E, (_, rank), D = routing.ends_E.shape[0], low_Sr.shape, x_TD.shape[1]
     product_ErD = x_TD.new_empty(E, rank, D)
     is_fp64 = x_TD.dtype == torch.float64
-    block_s, most_ranks, most_columns = (16, 16, 16) if is_fp64 else (64, 64, 128)
-    block_r, block_d = (min(max(next_power_of_2(n), 16), most) for n, most in ((rank, most_ranks), (D, most_columns)))
+    sizes = outer_product_sizes(rank, D, is_fp64=is_fp64)
     launch(
         _outer_product_kernel,
-        (E, cdiv(D, block_d), cdiv(rank, block_r)),
+        (E, cdiv(D, sizes["BLOCK_D"]), cdiv(rank, sizes["BLOCK_R"])),
         low_Sr,
         x_TD,
         routing.pair_S,
@@ -315,10 +307,7 @@ def outer_products_with_tokens(
         K=routing.row_TK.shape[1],
         RANK=rank,
         FP64=is_fp64,
-        BLOCK_S=block_s,
-        BLOCK_R=block_r,
-        BLOCK_D=block_d,
-        num_warps=4,
+        **sizes,
     )
     return product_ErD
 
@@ -368,7 +357,6 @@ def product_with_bias(d_y_TD: Tensor, bias: WeightedBias, routing: Routing, *, b
             d_y_TD.shape[1],
             E=routing.ends_E.shape[0],
             K=K,
-            BLOCK_D=min(next_power_of_2(d_y_TD.shape[1]), _MOST_COLUMNS),
-            num_warps=4,
+            **expert_row_sizes(d_y_TD.shape[1]),
         )
     return product_TK

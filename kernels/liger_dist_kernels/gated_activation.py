@@ -16,14 +16,13 @@ import triton.language as tl
 from torch import Tensor
 
 from ._triton_utils import Backend, cdiv, launch, rows_of, runs_triton, statistics_dtype
+from .launches import GATED_ACTIVATION
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu_squared", "sigmoid"]
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
 """``gelu`` is the exact one, by the error function; ``gelu_tanh`` its approximation (Hendrycks and Gimpel 2016);
 ``relu_squared`` the square of ``relu`` (So et al. 2021, arXiv:2109.08668)"""
 
-BLOCK = 4096
-WARPS = 8
 _SQRT_HALF = tl.constexpr(math.sqrt(0.5))
 _SQRT_2_OVER_PI = tl.constexpr(math.sqrt(2.0 / math.pi))
 _INVERSE_SQRT_2_PI = tl.constexpr(1.0 / math.sqrt(2.0 * math.pi))
@@ -116,7 +115,7 @@ def gated_activation_fwd(gate: Tensor, up: Tensor, *, activation: Activation, ba
         (gate_TF, stride_gate), (up_TF, stride_up) = rows_of(gate), rows_of(up)
         launch(
             _gated_activation_fwd_kernel,
-            (y.numel() // num_features, cdiv(num_features, BLOCK)),
+            (y.numel() // num_features, cdiv(num_features, GATED_ACTIVATION["BLOCK"])),
             gate_TF,
             up_TF,
             y,
@@ -125,8 +124,7 @@ def gated_activation_fwd(gate: Tensor, up: Tensor, *, activation: Activation, ba
             num_features,
             FP64=gate.dtype == torch.float64,
             KIND=activation,
-            BLOCK=BLOCK,
-            num_warps=WARPS,
+            **GATED_ACTIVATION,
         )
     return y
 
@@ -161,7 +159,7 @@ def gated_activation_bwd(
     if d_gate.numel() > 0:
         launch(
             _gated_activation_bwd_kernel,
-            (gate.numel() // num_features, cdiv(num_features, BLOCK)),
+            (gate.numel() // num_features, cdiv(num_features, GATED_ACTIVATION["BLOCK"])),
             d_y_TF,
             gate_TF,
             up_TF,
@@ -175,8 +173,7 @@ def gated_activation_bwd(
             num_features,
             FP64=gate.dtype == torch.float64,
             KIND=activation,
-            BLOCK=BLOCK,
-            num_warps=WARPS,
+            **GATED_ACTIVATION,
         )
     return _shaped(d_gate, gate), _shaped(d_up, up)
 

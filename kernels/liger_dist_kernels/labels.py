@@ -14,8 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ._triton_utils import ANY_LENGTH, Backend, dense, launch, runs_triton
+from .launches import LABEL_FACTS
 
-BLOCK = 4096
 _SMALLEST, _LARGEST = tl.constexpr(-(2**63)), tl.constexpr(2**63 - 1)
 
 
@@ -87,8 +87,7 @@ def label_facts(
         labels_T.numel(),
         ignore_index,
         vocab_size,
-        BLOCK=BLOCK,
-        num_warps=8,
+        **LABEL_FACTS,
     )
     return LabelFacts(marked_T, range_3, is_in_range, divisor)
 

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._triton_utils import ANY_LENGTH, Backend, anchor_of, cdiv, launch, runs_triton, shrunk
+from .launches import MERGE_STATISTICS
 from .softmax_statistics import SoftmaxStatistics
 
 
@@ -73,7 +74,7 @@ def merge_statistics(slices: SoftmaxStatistics, backend: Backend = "auto") -> So
     if T > 0:
         launch(
             _merge_statistics_kernel,
-            (cdiv(T, 128),),
+            (cdiv(T, MERGE_STATISTICS["BLOCK"]),),
             *slices,
             max_GT.stride(0),
             merged,
@@ -82,8 +83,7 @@ def merge_statistics(slices: SoftmaxStatistics, backend: Backend = "auto") -> So
             WITH_ENTROPY=slices.dot_other_T is not None,
             WITH_SMOOTHING=slices.weighted_sum_T is not None,
             WITH_SQUARES=slices.square_other_T is not None,
-            BLOCK=128,
-            num_warps=4,
+            **MERGE_STATISTICS,
         )
     kept: list[Any] = [None if field is None else row_T for field, row_T in zip(slices, merged, strict=True)]
     return SoftmaxStatistics(*kept)

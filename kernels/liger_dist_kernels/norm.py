@@ -31,6 +31,7 @@ from ._triton_utils import (
     runs_triton,
     statistics_dtype,
 )
+from .launches import NORM_BWD_SUM
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -304,7 +305,7 @@ def norm_bwd(
 def sum_of_parts(parts_PD: Tensor, dtype: torch.dtype) -> Tensor:
     P, D = parts_PD.shape
     total_D = parts_PD.new_empty(D, dtype=dtype)
-    launch(_norm_bwd_sum_kernel, (cdiv(D, 32),), parts_PD, total_D, P, D, BLOCK_P=64, BLOCK_D=32, num_warps=4)
+    launch(_norm_bwd_sum_kernel, (cdiv(D, NORM_BWD_SUM["BLOCK_D"]),), parts_PD, total_D, P, D, **NORM_BWD_SUM)
     return total_D
 
 

@@ -12,8 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._triton_utils import ANY_LENGTH, Backend, cdiv, launch, runs_triton, statistics_dtype
-
-BLOCK = 4096
+from .launches import SCALE
 
 
 @triton.jit(**ANY_LENGTH)
@@ -51,7 +50,7 @@ def scaled(x: Tensor, scale: Tensor, *, out: Tensor, backend: Backend = "auto") 
         programs = 16 * torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 2
         launch(
             _scale_kernel,
-            (min(programs, T * cdiv(V, BLOCK)),),
+            (min(programs, T * cdiv(V, SCALE["BLOCK"])),),
             out,
             0 if T == 1 else out.stride(0),
             x,
@@ -61,7 +60,6 @@ def scaled(x: Tensor, scale: Tensor, *, out: Tensor, backend: Backend = "auto") 
             V,
             IN_PLACE=out is x,
             FP64=dtype == torch.float64,
-            BLOCK=BLOCK,
-            num_warps=8,
+            **SCALE,
         )
     return out

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ._triton_utils import ANY_LENGTH, cdiv, dense, host_number, launch, number, runs_triton
 from .chosen_logits import ChosenLogits, sum_of_same_ids
+from .launches import TOKEN_TERMS
 from .options import RowOptions
 from .softmax_statistics import GradientCoefficients, SoftmaxStatistics
 from .token_chunks import TokenTargets
@@ -193,7 +194,7 @@ def token_terms(statistics: SoftmaxStatistics, targets: TokenTargets, rows: RowO
     if T > 0:
         launch(
             _token_terms_kernel,
-            (cdiv(T, 128),),
+            (cdiv(T, TOKEN_TERMS["BLOCK"]),),
             *map(dense, (*statistics, targets.labels_T, rows.class_weight_V)),
             _total_weight(rows, dtype) if with_smoothing and rows.class_weight_V is not None else None,
             cross_entropy_T,
@@ -213,8 +214,7 @@ def token_terms(statistics: SoftmaxStatistics, targets: TokenTargets, rows: RowO
             WITH_SMOOTHING=with_smoothing,
             WITH_SQUARES=with_squares,
             HAS_CLASS_WEIGHT=rows.class_weight_V is not None,
-            BLOCK=128,
-            num_warps=4,
+            **TOKEN_TERMS,
         )
     return TokenTerms(
         cross_entropy_T=cross_entropy_T,

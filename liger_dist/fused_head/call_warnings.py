@@ -36,11 +36,21 @@ class CallWarnings:
         self._has_looked_at_padding = False
         self._warned: set[str] = set()
 
-    def once(self, sentence: str) -> None:
+    def _once(self, sentence: str) -> None:
         """Warns with a sentence, the first time."""
         if sentence not in self._warned:
             self._warned.add(sentence)
             warnings.warn(sentence, stacklevel=2)
+
+    def of_unfused(self, model_name: str, reason: str, *, is_own: bool = False) -> None:
+        """Warns of a loss that is not fused.
+
+        Args:
+            reason: a clause.
+            is_own: adds that the model's own loss is computed, for a reason that does not say so.
+        """
+        addition = " The loss is the model's own." if is_own else ""
+        self._once(f"liger_dist leaves the loss of {model_name} unfused: {reason}.{addition}")
 
     def of_earlier_forward(self, signature: Signature, config: WrapConfig, keywords: dict[str, Any]) -> None:
         """Warns of a loss outside of the swapped forward, which other code calls past.
@@ -59,7 +69,7 @@ class CallWarnings:
             raise LigerDistError(
                 f"{asked[0]} was asked of a loss {where}, where nothing computes it: {way_out}, or leave it out."
             )
-        self.once(f"a loss was computed from full logits, {where}, and is not fused: {way_out}.")
+        self._once(f"a loss was computed from full logits, {where}, and is not fused: {way_out}.")
 
     def check_wrapper(self, model: nn.Module, adapter: ShardingAdapter) -> None:
         """Refuses a loss outside of the forward of an FSDP1 wrapper that other code has made, and warns of one whose
@@ -75,7 +85,7 @@ class CallWarnings:
         is_averaged = world_size() == 1 or ddp.may_be_running() or deepspeed.has_started()
         # A checkpoint of the whole model is recomputed in the backward, outside of every forward.
         if torch.is_grad_enabled() and is_replicated and not is_averaged and not in_backward():
-            self.once(
+            self._once(
                 f"a loss of {name} was asked for on {dist.get_world_size()} ranks outside the forward of "
                 "DistributedDataParallel, so that nothing averages its gradients. Call the wrapper instead of the "
                 "model inside it, wrap with strategy='ddp' (or 'deepspeed'), or average them yourself."
@@ -98,7 +108,7 @@ class CallWarnings:
             differs &= mask.cumsum(-1) > 0
         if bool(differs.any()):
             self._has_looked_at_padding = True
-            self.once(
+            self._once(
                 f"labels of {call.model_name} score logits of padding, whose attention_mask is 0. They differ from "
                 "those of the model's own attention, and so does the loss. Give padding, and the token after padding "
                 f"on the left, the label {call.ignore_index}, or wrap with WrapConfig(varlen_attention=False)."
@@ -106,7 +116,7 @@ class CallWarnings:
 
     def of_ignored_items(self, call: Call, recipe: LossRecipe) -> None:
         if torch.is_grad_enabled() and not recipe.takes_num_items:
-            self.once(
+            self._once(
                 f"num_items_in_batch was given to {call.model_name}, whose forward computes the mean over the tokens "
                 "of the call and ignores it. A Trainer that passes it does not divide the loss itself: loss and "
                 "gradients are too large by the number of micro-batches of a step, and by that of ranks. Set "

@@ -263,8 +263,7 @@ class FusedLoss:
         if reason is not None and call.distillation is not None:
             self.refuse_distillation(reason)
         if reason is not None and not wants_logits:
-            what = "" if in_use.unfusable is not None else " The loss is the model's own."
-            self.warnings.once(f"liger_dist leaves the loss of {call.model_name} unfused: {reason}.{what}")
+            self.warnings.of_unfused(call.model_name, reason, is_own=in_use.unfusable is None)
         if in_use.adapter is not None and self.warnings.others_wrap and dist.is_initialized() and not is_transformed():
             self.warnings.check_wrapper(model, in_use.adapter)
         if reason is None and not wants_logits:
@@ -515,7 +514,7 @@ class FusedLoss:
             return output
         if call.pending is None:
             call.check_not_altered()
-            self.warnings.once(f"liger_dist leaves the loss of {call.model_name} unfused: {NO_HEAD}.")
+            self.warnings.of_unfused(call.model_name, NO_HEAD)
             return output
         return fused_output(
             output, call.further_outputs(), model_name=call.model_name, without_logits=not call.on_logits

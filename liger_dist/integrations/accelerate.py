@@ -16,7 +16,7 @@ from typing_extensions import TypeVarTuple, Unpack
 from liger_dist.config import WrapConfig, check_choice
 from liger_dist.errors import LigerDistError
 from liger_dist.record import inner_model, record_of
-from liger_dist.sharding.fsdp2 import FSDP2, LMHead
+from liger_dist.sharding.fsdp2.strategy import FSDP2, LMHead
 from liger_dist.wrap import wrap
 
 from .patches import refuse_packing

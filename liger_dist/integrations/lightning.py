@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from liger_dist.config import WrapConfig
 from liger_dist.errors import LigerDistError
 from liger_dist.record import is_wrapped
-from liger_dist.sharding.fsdp2 import FSDP2
+from liger_dist.sharding.fsdp2.strategy import FSDP2
 from liger_dist.wrap import wrap
 
 DEFAULTS = FSDP2()

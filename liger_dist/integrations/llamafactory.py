@@ -18,7 +18,7 @@ from llamafactory.train.sft.trainer import CustomSeq2SeqTrainer
 from liger_dist.config import WrapConfig
 from liger_dist.errors import LigerDistError
 from liger_dist.record import inner_model, record_of
-from liger_dist.sharding.fsdp2 import LMHead
+from liger_dist.sharding.fsdp2.strategy import LMHead
 
 from .patches import models_wrapped_for, patched
 from .trainer import fuse

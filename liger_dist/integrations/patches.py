@@ -17,7 +17,7 @@ from liger_dist.fused_layers.packed_calls import packing_objection
 from liger_dist.model.peft import base_model_of
 from liger_dist.record import inner_model, is_wrapped, record_of
 from liger_dist.sharding.base import Strategy
-from liger_dist.sharding.fsdp2 import LMHead
+from liger_dist.sharding.fsdp2.strategy import LMHead
 from liger_dist.wrap import wrap
 
 from .startup.after_import import AfterImport

@@ -8,7 +8,7 @@ from transformers import DataCollatorWithFlattening, Trainer
 
 from liger_dist.config import WrapConfig
 from liger_dist.errors import LigerDistError
-from liger_dist.sharding.fsdp2 import LMHead
+from liger_dist.sharding.fsdp2.strategy import LMHead
 
 from .accelerate import wrap_for
 from .patches import refuse_packing

@@ -24,7 +24,7 @@ from trl.trainer import utils
 from liger_dist.config import WrapConfig
 from liger_dist.errors import LigerDistError
 from liger_dist.record import is_wrapped, record_of
-from liger_dist.sharding.fsdp2 import LMHead
+from liger_dist.sharding.fsdp2.strategy import LMHead
 from liger_dist.wrap import unwrap
 
 from .accelerate import wrap_for

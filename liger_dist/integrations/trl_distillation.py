@@ -24,7 +24,7 @@ from liger_dist.config import WrapConfig
 from liger_dist.distillation import DistillationOutput, distillation_loss
 from liger_dist.errors import LigerDistError
 from liger_dist.record import is_wrapped
-from liger_dist.sharding.fsdp2 import FSDP2, LMHead
+from liger_dist.sharding.fsdp2.strategy import FSDP2, LMHead
 from liger_dist.wrap import wrap
 
 from .accelerate import wrap_for

@@ -1,5 +1,5 @@
-"""Names of strategies, and the choice of a sharding adapter. One file per framework holds its strategy, its adapter and
-all private names of the framework that are used."""
+"""Names of strategies, and the choice of a sharding adapter. One file per framework (FSDP2: a package) holds its
+strategy, its adapter and all private names of the framework that are used."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .base import Facts, ShardingAdapter, Strategy
 from .ddp import DDP
 from .deepspeed import DeepSpeed, Zero3
 from .fsdp1 import FSDP1, FSDP1Adapter
-from .fsdp2 import FSDP2, FSDP2Frozen, FSDP2Gathered, FSDP2TensorParallel
+from .fsdp2.strategy import FSDP2, FSDP2Frozen, FSDP2Gathered, FSDP2TensorParallel
 from .mesh import Mesh
 from .process_groups import world_size
 from .single import Auto, Replicated, Single

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from liger_dist.errors import LigerDistError
 
 from .deepspeed import is_stored_by_zero3, sequence_parallel_group
-from .fsdp2_forward import keep_output_dtype
+from .fsdp2.forward import keep_output_dtype
 
 _PREPARED = "_is_accelerate_prepared"
 

@@ -41,7 +41,8 @@ from liger_dist.model.class_swap import swapped
 from liger_dist.model.peft import has_lora
 from liger_dist.model.torch_modes import untraced
 
-from . import fsdp1_forward, fsdp2_forward
+from . import fsdp1_forward
+from .fsdp2 import forward as fsdp2_forward
 from .optimizer_steps import BeforeStep, call_before_steps, call_no_longer
 from .reentrant_layers import check_shared_units, layers_in_shared_units
 from .vocab_parallel import row_shards_of

@@ -19,8 +19,8 @@ from liger_dist.model.torch_modes import untraced
 
 from .ddp import DDP, averaged_parameters
 from .fsdp1 import FSDP1, is_flat, is_stored_by_fsdp1
-from .fsdp2 import FSDP2, managed_parameters
-from .fsdp2_forward import param_groups
+from .fsdp2.forward import param_groups
+from .fsdp2.strategy import FSDP2, managed_parameters
 from .optimizer_steps import BeforeStep, call_before_steps
 from .process_groups import world_size
 from .vocab_parallel import row_shards_of

@@ -23,10 +23,11 @@ from liger_dist.fused_layers import norm
 from liger_dist.losses import embedding, rows
 from liger_dist.losses import tensor_parallel as losses_of_row_shards
 from liger_dist.losses.token_exchange import ExchangedTokens
-from liger_dist.sharding import fsdp2, tensor_parallel
+from liger_dist.sharding import tensor_parallel
 from liger_dist.sharding.base import DataParallel
 from liger_dist.sharding.fsdp1 import FSDP1Adapter
-from liger_dist.sharding.fsdp2 import FSDP2Gathered
+from liger_dist.sharding.fsdp2.strategy import FSDP2Gathered
+from liger_dist.sharding.fsdp2.strategy import strategy as fsdp2
 from liger_dist.sharding.single import Replicated
 from liger_dist.sharding.vocab_parallel import RowSharding
 from liger_dist.trials.kinds import Trial

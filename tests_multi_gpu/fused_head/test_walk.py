@@ -23,7 +23,7 @@ from torch import nn
 from trainers import forget_earlier_trainers
 
 import liger_dist
-from liger_dist.sharding import fsdp2_forward
+from liger_dist.sharding.fsdp2 import forward as fsdp2_forward
 from liger_dist.sharding.process_groups import compute_device
 
 ROOT = Path(liger_dist.__file__).parent.parent

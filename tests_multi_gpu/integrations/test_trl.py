@@ -38,7 +38,7 @@ import liger_dist
 from liger_dist.hosts.scored_logits import ScoredLogits
 from liger_dist.model.keywords import renamed_keywords
 from liger_dist.record import is_wrapped
-from liger_dist.sharding.fsdp2 import LMHead
+from liger_dist.sharding.fsdp2.strategy import LMHead
 
 HAS_HEAD = importlib.util.find_spec("trl") is not None and version("trl") >= "1.16"
 """Python 3.10 has only earlier releases of TRL, without a fused lm_head"""

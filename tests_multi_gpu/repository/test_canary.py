@@ -40,11 +40,11 @@ NAMES: dict[tuple[str, str], str] = {
     (
         "torch.distributed.fsdp._fully_shard._fsdp_param_group",
         "FSDPParamGroup._init_mp_dtypes",
-    ): "FSDP2's parameter groups have moved: fsdp2.py reads fsdp_params, mesh_info and reduce_grads of them",
+    ): "FSDP2's parameter groups have moved: fsdp2/strategy.py reads fsdp_params, mesh_info and reduce_grads of them",
     (
         "torch.distributed.fsdp._fully_shard._fsdp_param",
         "ParamModuleInfo",
-    ): "fsdp2.py cannot tell which modules share lm_head's weight, so tied models are refused",
+    ): "fsdp2/strategy.py cannot tell which modules share lm_head's weight, so tied models are refused",
     (
         "torch.distributed.fsdp.fully_sharded_data_parallel",
         "FullyShardedDataParallel._is_using_optim_input",
@@ -199,7 +199,7 @@ ATTRIBUTES: dict[str, tuple[tuple[str, ...], str]] = {
             "_training_state",
             "post_backward_final_callback_queued",
         ),
-        "fsdp2.py finds no parameter groups: no adapter serves FSDP2; under Accelerate losses are rounded to 16 bits",
+        "fsdp2/forward.py finds no groups: no adapter serves FSDP2; under Accelerate losses are rounded to 16 bits",
     ),
     "torch.distributed.fsdp._fully_shard._fsdp_param_group": (
         (
@@ -214,7 +214,7 @@ ATTRIBUTES: dict[str, tuple[tuple[str, ...], str]] = {
             "_partial_reduce_output",
             "post_forward_order",
         ),
-        "fsdp2.py cannot read mesh, divide factor and no-sync of a group",
+        "fsdp2/strategy.py cannot read mesh, divide factor and no-sync of a group",
     ),
     "torch.distributed.fsdp._fully_shard._fsdp_param": (
         (
@@ -225,7 +225,7 @@ ATTRIBUTES: dict[str, tuple[tuple[str, ...], str]] = {
             "shared_modules",
             "shared_param_names",
         ),
-        "fsdp2.py cannot tell which modules share lm_head's weight: tied models are refused or wrong",
+        "fsdp2/strategy.py cannot tell which modules share lm_head's weight: tied models are refused or wrong",
     ),
     "torch.distributed.fsdp._init_utils": (
         ("_gradient_predivide_factor", "_gradient_postdivide_factor", "_inter_node_pg"),

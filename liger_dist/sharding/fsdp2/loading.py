@@ -22,10 +22,10 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from liger_dist.errors import LigerDistError
 from liger_dist.model.class_swap import swapped
 from liger_dist.model.quantized import as_bytes, is_four_bit
+from liger_dist.sharding.mesh import require_process_group
+from liger_dist.sharding.process_groups import compute_device
 
-from .mesh import require_process_group
 from .packed_bytes import PackedBytes
-from .process_groups import compute_device
 
 _READ = "_is_hf_initialized"
 _LOADED = "_liger_dist_loaded_shards"

@@ -4,7 +4,7 @@ With a gathered lm_head its hooks all-gather the weight for lm_head's forward. C
 holds it are those of FSDP2: one all-gather before the forward, one reduce-scatter after the backward (and one
 all-reduce under HSDP), one more all-gather in the backward if the group is resharded after its forward. The loss adds
 none, or one all-reduce of one value for ``token_mean="global"``. For a vocab-parallel lm_head see
-:mod:`.vocab_parallel`.
+:mod:`liger_dist.sharding.vocab_parallel`.
 """
 
 from __future__ import annotations
@@ -34,20 +34,25 @@ from liger_dist.config import WrapConfig, check_choice
 from liger_dist.errors import LigerDistError
 from liger_dist.model.peft import needs_own_root
 from liger_dist.model.structure import Structure, input_embedding, stored_parameter
+from liger_dist.sharding import encoders
+from liger_dist.sharding.base import DataParallel, Facts, FullWeight, Initializer, ShardingAdapter, Storage
+from liger_dist.sharding.float8 import Recipe, check_float8, convert, numbers_of_experts, precompute_scales
+from liger_dist.sharding.fsdp_options import FullySharded, cast_inputs, shares_parameters
+from liger_dist.sharding.materialize import materialize
+from liger_dist.sharding.mesh import SEQUENCE, TENSOR_PARALLEL, fold_sequence_axis, make_mesh, shape_of, split_axes
+from liger_dist.sharding.process_groups import compute_device
+from liger_dist.sharding.sequence_parallel import SequenceAxis, attach, detach
+from liger_dist.sharding.tensor_parallel import (
+    TensorParallelAdapter,
+    linear_heads,
+    parallelize_heads,
+    row_shard_reasons,
+)
+from liger_dist.sharding.vocab_parallel import check_row_shards, row_shards_of, shard_rows
 
-from . import encoders
-from .base import DataParallel, Facts, FullWeight, Initializer, ShardingAdapter, Storage
-from .float8 import Recipe, check_float8, convert, numbers_of_experts, precompute_scales
-from .fsdp2_forward import ROOT, param_groups, unreduced_gradients, unshard_in_backward
-from .fsdp_options import FullySharded, cast_inputs, shares_parameters
+from .forward import ROOT, param_groups, unreduced_gradients, unshard_in_backward
 from .loading import LoadedShards
-from .materialize import materialize
-from .mesh import SEQUENCE, TENSOR_PARALLEL, fold_sequence_axis, make_mesh, shape_of, split_axes
 from .packed_bytes import pack_four_bit_layers
-from .process_groups import compute_device
-from .sequence_parallel import SequenceAxis, attach, detach
-from .tensor_parallel import TensorParallelAdapter, linear_heads, parallelize_heads, row_shard_reasons
-from .vocab_parallel import check_row_shards, row_shards_of, shard_rows
 
 LMHead = Literal["gather", "vocab_parallel"]
 CPU = torch.device("cpu")
