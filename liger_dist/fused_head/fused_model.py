@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from liger_dist.fused_layers.lora import drop_precomputed
-from liger_dist.model.class_swap import below_wrappers, present_as, subclass_of, with_base
+from liger_dist.model.class_swap import MadeAtRunTime, below_wrappers, present_as, subclass_of, with_base
 from liger_dist.sharding import resharding
 
 from .loss_call import is_running, running
@@ -25,7 +25,7 @@ _PATCHED: ContextVar[tuple[int, int] | None] = ContextVar("liger_dist_patched", 
 """id of the model whose patched forward runs in this context, and the number of forwards below that one"""
 
 
-class FusedModel(nn.Module):
+class FusedModel(MadeAtRunTime, nn.Module):
     """Mixed into the class of a wrapped model: same parameters, same names, same signature of the forward."""
 
     _liger_dist_base: type[nn.Module]
@@ -38,14 +38,6 @@ class FusedModel(nn.Module):
         if loss is not None and isinstance(self, FSDPModule):
             loss.check_early(self, args, kwargs)
         return super().__call__(*args, **kwargs)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        # A pickle cannot name a class made at run time. object.__getstate__ is new in Python 3.11.
-        get_state = getattr(self, "__getstate__", None)
-        base: Any = self._liger_dist_base
-        # One that was made at run time as well says how.
-        base = getattr(base, "_liger_dist_maker", base)
-        return _blank, (base,), vars(self) if get_state is None else get_state()
 
 
 def swap_model(outer: nn.Module, model: nn.Module, loss: FusedLoss) -> None:
@@ -137,17 +129,5 @@ _call_original = torch.compiler.disable(_call_original, recursive=False)
 
 
 def _class_for(base: Any) -> Any:
-    return subclass_of(base, FusedModel, {"_liger_dist_base": base, "forward": _make_forward(base)})
-
-
-def _blank(base: Any) -> nn.Module:
-    return blank((_class_for, base[0](base[1]) if isinstance(base, tuple) else base))
-
-
-def blank(maker: tuple[Callable[[Any], Any], Any]) -> nn.Module:
-    """Makes a module without state of the class that the function of ``maker`` returns for its argument, for a pickle
-    to fill."""
-    make, base = maker
-    cls = make(base)
-    module: nn.Module = cls.__new__(cls)
-    return module
+    members = {"_liger_dist_base": base, "forward": _make_forward(base)}
+    return subclass_of(base, FusedModel, (_class_for, (base,)), members)

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from liger_dist.config import WrapConfig
 from liger_dist.errors import LigerDistError
 from liger_dist.fused_layers.swap import has_hooks, is_of_framework
-from liger_dist.model.class_swap import below_wrappers, subclass_of, with_base
+from liger_dist.model.class_swap import MadeAtRunTime, below_wrappers, subclass_of, with_base
 from liger_dist.model.peft import (
     TRAINED_ROWS,
     active_head,
@@ -45,7 +45,7 @@ _WRAP_ID = "_liger_dist_fused_by"
 _INSTALLED = "_liger_dist_installed_forward"
 
 
-class ComputesLoss(nn.Module):
+class ComputesLoss(MadeAtRunTime, nn.Module):
     """Mixed into the class of an lm_head: its forward returns the loss, carried by zero-width logits, when its model
     was called with labels, and logits otherwise. The loss runs inside the module's own call, where the hooks of FSDP,
     ZeRO or TP have unsharded the weight and will reduce its gradient.
@@ -97,12 +97,15 @@ def fuse_head(head: nn.Module, wrap_id: WrapId) -> None:
     """
     if not isinstance(head, ComputesLoss):
         base = below_wrappers(type(head))
-        fused = FusedLMHead if base is nn.Linear else subclass_of(base, ComputesLoss)
-        head.__class__ = with_base(type(head), base, fused)
+        head.__class__ = with_base(type(head), base, _class_for(base))
     # Also one that other code has set since: TRL's trainers do for an fp32 head.
     if is_linear_forward(vars(head).get("forward")):
         vars(head)[_INSTALLED] = vars(head).pop("forward")
     vars(head)[_WRAP_ID] = wrap_id
+
+
+def _class_for(base: Any) -> Any:
+    return FusedLMHead if base is nn.Linear else subclass_of(base, ComputesLoss, (_class_for, (base,)))
 
 
 def _hook_objection(head: nn.Module, base: nn.Module, around: tuple[nn.Module, ...]) -> str | None:

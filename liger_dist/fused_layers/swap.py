@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from liger_dist.model.class_swap import below_wrappers, subclass_of, with_base
+from liger_dist.model.class_swap import MadeAtRunTime, below_wrappers, subclass_of, with_base
 from liger_dist.model.torch_modes import is_traced
 from liger_dist.trials.attributes import Attributes, identity_of
 from liger_dist.trials.isolated import LeftAloneError
@@ -109,15 +109,11 @@ def _loaded_forward(cls: Any, identity: tuple[Any, ...]) -> ClassForward:
     return ClassForward(cls, cls.forward if identity_of(cls.forward) == identity else None)
 
 
-class Swapped:
+class Swapped(MadeAtRunTime):
     """Mixin of the classes that :func:`swap_forward` creates."""
 
     _liger_dist_kind: Kind
     _liger_dist_probed: ClassForward
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        # A pickle cannot name a class defined at run time.
-        return _blank, (self._liger_dist_kind, self._liger_dist_probed), vars(self)
 
 
 def swap_forward(module: nn.Module, kind: Kind, match: Match, *, owner: str) -> None:
@@ -308,10 +304,5 @@ def _class_for(kind: Kind, probed: ClassForward) -> Any:
         return current(self, *args, **kwargs) if result is NotImplemented else result
 
     members = {"_liger_dist_kind": kind, "_liger_dist_probed": probed}
-    return subclass_of(base, Swapped, members if kind.attribute else {**members, "forward": forward})
-
-
-def _blank(kind: Kind, probed: ClassForward) -> nn.Module:
-    cls = _class_for(kind, probed)
-    module: nn.Module = cls.__new__(cls)
-    return module
+    maker = (_class_for, (kind, probed))
+    return subclass_of(base, Swapped, maker, members if kind.attribute else {**members, "forward": forward})

@@ -1,4 +1,4 @@
-"""Classes for swapping: a subclass put below FSDP2's class, and markers of swapped classes.
+"""Classes for swapping: a subclass made at run time and put below FSDP2's class, which copies and pickles.
 
 [Note: Swapping a class below FSDP2's]
 ``fully_shard`` sets a module's class to ``FSDPX(FSDPModule, X)``. FSDP2 keeps its state by instance and its hooks on
@@ -11,7 +11,7 @@ itself.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,6 +21,37 @@ from torch.distributed.fsdp import FSDPModule
 
 class SameLinearMap:
     """Mixin of lm_head classes with another forward that computes the same logits as ``nn.Linear``."""
+
+
+class MadeAtRunTime:
+    """Mixin of classes that :func:`subclass_of` makes. No pickle can name such a class: it names what makes it."""
+
+    _liger_dist_maker: tuple[Callable[..., Any], tuple[Any, ...]]
+    """a function that returns the class, and its arguments"""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if getattr(self, "_liger_dist_maker", None) is None:
+            return super().__reduce_ex__(protocol)
+        # object.__getstate__ is new in Python 3.11.
+        get_state = getattr(self, "__getstate__", None)
+        return _blank, (_ByMaker(self._liger_dist_maker),), vars(self) if get_state is None else get_state()
+
+
+class _ByMaker:
+    """Stands for a class in a pickle or a copy, which contain the class itself once they are read."""
+
+    def __init__(self, maker: tuple[Callable[..., Any], tuple[Any, ...]]) -> None:
+        self._maker = maker
+
+    def __reduce__(self) -> Any:
+        make, args = self._maker
+        makers = (vars(arg).get("_liger_dist_maker") if isinstance(arg, type) else None for arg in args)
+        return make, tuple(arg if maker is None else _ByMaker(maker) for arg, maker in zip(args, makers, strict=True))
+
+
+def _blank(cls: Any) -> Any:
+    """Makes an object without state, for a pickle or a copy to fill."""
+    return cls.__new__(cls)
 
 
 def below_wrappers(cls: Any) -> Any:
@@ -46,10 +77,19 @@ def present_as(forward: Any, other: Any) -> Any:
     return torch.compiler.disable(forward, recursive=False)
 
 
-def subclass_of(base: Any, mixin: type, members: dict[str, Any] | None = None) -> Any:
+def subclass_of(
+    base: Any,
+    mixin: type[MadeAtRunTime],
+    maker: tuple[Callable[..., Any], tuple[Any, ...]],
+    members: dict[str, Any] | None = None,
+) -> Any:
     """Returns a subclass of ``mixin`` and ``base`` with the name of ``base``. Reuses an existing one with equal
-    ``members`` (except ``forward``): modules of one class then stay of one class."""
-    members = members or {}
+    ``members`` (except ``forward``): modules of one class then stay of one class.
+
+    Args:
+        maker: the function that calls this one, and its arguments, for pickles.
+    """
+    members = {"_liger_dist_maker": maker, **(members or {})}
     for found in base.__subclasses__():
         is_same = all(vars(found).get(name) == value for name, value in members.items() if name != "forward")
         if found.__bases__ == (mixin, base) and is_same:

@@ -21,12 +21,12 @@ from torch.distributed.fsdp import FSDPModule
 
 from liger_dist.errors import LigerDistError
 from liger_dist.fused_head.call import IGNORE_INDEX, inputs_of, note_loss, unnoted_losses
-from liger_dist.fused_head.fused_model import FusedModel, blank
+from liger_dist.fused_head.fused_model import FusedModel
 from liger_dist.fused_head.output import with_field
 from liger_dist.fused_head.probe import probe_recipe
 from liger_dist.fused_head.recipe import LossRecipe, NotFusableError
 from liger_dist.losses.labels import shifted_further
-from liger_dist.model.class_swap import present_as, subclass_of
+from liger_dist.model.class_swap import MadeAtRunTime, present_as, subclass_of
 from liger_dist.model.peft import base_model_of
 from liger_dist.model.structure import PREDICTION, Structure, embedding_of, find_structure
 from liger_dist.trials.isolated import StandIn, torch_defaults
@@ -224,15 +224,8 @@ class MultiTokenPrediction(PredictionModules):
         return total / ((targets != ignore_index).sum().clamp(min=1) if items is None else items)
 
 
-class PredictsFurther(nn.Module):
+class PredictsFurther(MadeAtRunTime, nn.Module):
     """Mixed into the class of a model that predicts further tokens."""
-
-    _liger_dist_maker: tuple[Any, Any]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        # A pickle cannot name a class made at run time. object.__getstate__ is new in Python 3.11.
-        get_state = getattr(self, "__getstate__", None)
-        return blank, (self._liger_dist_maker,), vars(self) if get_state is None else get_state()
 
     def save_pretrained(self, save_directory: Any, *args: Any, state_dict: Any = None, **kwargs: Any) -> Any:
         """Saves the model with the names of its family's checkpoints; arguments are those of the model's own."""
@@ -274,8 +267,7 @@ def _seen(shape: torch.Size, embeddings: Tensor | None) -> Iterator[Seen]:
 @lru_cache(maxsize=64)
 def predicting_class(base: Any) -> Any:
     """Returns the subclass of a model's class that predicts further tokens."""
-    maker = (predicting_class, base)
-    return subclass_of(base, PredictsFurther, {"_liger_dist_maker": maker, "forward": _make_forward(base)})
+    return subclass_of(base, PredictsFurther, (predicting_class, (base,)), {"forward": _make_forward(base)})
 
 
 def _make_forward(base: Any) -> Callable[..., Any]:

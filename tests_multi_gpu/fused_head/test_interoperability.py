@@ -56,10 +56,17 @@ def test_compiling_layer_by_layer_keeps_the_gradients() -> None:
     assert_same_training(model, reference)
 
 
+class NamedLinear(torch.nn.Linear):
+    """An lm_head of a user's class."""
+
+
 @pytest.mark.smoke
+@pytest.mark.parametrize("of_a_users_class", [False, True], ids=["linear", "a user's class"])
 @pytest.mark.parametrize("way", ["deepcopy", "pickle"])
-def test_a_copy_is_wrapped_and_independent(way: str) -> None:
-    model = make_model("llama")
+def test_a_copy_is_wrapped_and_independent(way: str, of_a_users_class: bool) -> None:
+    model: Any = make_model("llama")
+    if of_a_users_class:
+        model.lm_head.__class__ = NamedLinear
     reference = copy.deepcopy(model)
     liger_dist.wrap(model)
     model(**make_batch(1)).loss.backward()
