@@ -7,10 +7,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
 from liger_dist.errors import LigerDistError
+from liger_dist.model.structure import full_shape
 from liger_dist.trials.isolated import LeftAloneError, torch_defaults
 from liger_dist.trials.model_run import CannotRunError, Groups, find_shared_inputs
 from liger_dist_kernels import Backend
@@ -22,7 +24,7 @@ from .gated_norm import GATED_NORM
 from .lora import LOW_RANK, link_siblings
 from .norm import NORM
 from .rotary import ROTARY
-from .swap import Kind, Swapped, match_of, restore_forward, swap_forward
+from .swap import Kind, Match, Swapped, match_of, restore_forward, swap_forward
 
 KINDS: tuple[Kind, ...] = (GATED_NORM, NORM, LOW_RANK_EXPERTS, LOW_RANK, EXPERTS, GATED_MLP, ROTARY)
 """Kinds of layers in order; a module is swapped by the first kind that recognizes and matches it."""
@@ -70,6 +72,7 @@ def swap_layers(
     Raises:
         LigerDistError: tiles were requested and no gated MLP was swapped; the swapped layers are not restored.
     """
+    probed = _Probed(backend)
     swapped: Counter[str] = Counter()
     left: dict[str, str] = {}
     seen: set[str] = set()
@@ -92,7 +95,7 @@ def swap_layers(
                 continue
             try:
                 with torch_defaults():
-                    match = kind.match(module, backend)
+                    match = probed.match(module, kind)
                 if isinstance(match, GatedMatch) and mlp_tile_tokens is not None:
                     match = with_tiles(module, match, mlp_tile_tokens)
                 swap_forward(module, kind, match, owner=owner)
@@ -110,6 +113,27 @@ def swap_layers(
         )
     absent = [(kind.name, kind.absent) for kind in KINDS if kind.name not in seen and kind.is_expected(model)]
     return LayerReport(swapped=tuple(swapped.items()), left=tuple(left.items()), absent=tuple(absent))
+
+
+class _Probed:
+    """Matches of the modules of one model that have been probed: most others are twins of one of them."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._matches: dict[tuple[Any, ...], list[Match]] = {}
+
+    def match(self, module: nn.Module, kind: Kind) -> Match:
+        """Raises :class:`LeftAloneError` if the module is none of the kind."""
+        parts = tuple((name, type(part)) for name, part in module.named_modules())
+        tensors = (*module.named_parameters(), *module.named_buffers())
+        shapes = tuple((name, full_shape(tensor)) for name, tensor in tensors)
+        known = self._matches.setdefault((kind.name, parts, shapes), [])
+        for match in known:
+            twin = match.of_twin(module)
+            if twin is not None:
+                return twin
+        known.append(kind.match(module, self._backend))
+        return known[-1]
 
 
 def restore_layers(model: nn.Module, *, owner: str) -> None:

@@ -150,6 +150,17 @@ class GatedMatch(Match):
     tile_tokens: int | None = None
     """tokens of one tile; None for all tokens at once"""
 
+    def of_twin(self, module: nn.Module) -> GatedMatch | None:
+        if not self.attributes.are_those_of(module):
+            return None
+        others = {}
+        for name, state in self.others.items():
+            twin = state.of_twin(module._modules[name])
+            if twin is None:
+                return None
+            others[name] = twin
+        return replace(self, others=others)
+
     def __str__(self) -> str:
         tiles = "" if self.tile_tokens is None else f", {self.tile_tokens} tokens at a time"
         return f"{self.activation}({self.gate}) * {self.up or 'its other half'}{tiles}"

@@ -99,6 +99,9 @@ class GatedNormMatch(Match):
     attributes: Attributes
     """attributes of the module when it was matched"""
 
+    def of_twin(self, module: nn.Module) -> GatedNormMatch | None:
+        return self if self.attributes.are_those_of(module) else None
+
     def __str__(self) -> str:
         options = self.options
         words = [

@@ -132,6 +132,9 @@ class NormMatch(Match):
     keeps_layout: bool
     """True if the result has the order of the rows' dims in memory; False if it is contiguous"""
 
+    def of_twin(self, module: nn.Module) -> NormMatch | None:
+        return self if self.attributes.are_those_of(module) else None
+
     def __str__(self) -> str:
         options = self.options
         name = "LayerNorm" if options.subtract_mean else "RMSNorm"

@@ -526,3 +526,39 @@ def test_a_helper_of_a_rotary_function_that_is_patched_is_called(when: str) -> N
         if when != "after wrap":
             liger_dist.wrap(model, "none")
         assert torch.allclose(model(**make_batch(0)).loss, expected)
+
+
+class HalvedNorm(modeling_llama.LlamaRMSNorm):  # type: ignore[misc]
+    """A norm that is one only where ``factor`` is 1."""
+
+    calls = 0
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        HalvedNorm.calls += 1
+        HalvedNorm.calls += 1
+        return self.factor * super().forward(hidden_states)  # type: ignore[no-any-return]
+
+
+def test_alike_layers_are_probed_once_and_others_by_themselves() -> None:
+    """The second layer has a norm of another eps and another activation; in the third model a norm differs as well."""
+    batch, calls = make_batch(0), []
+    for number, differs in ((3, False), (6, False), (6, True)):
+        config: Any = copy.deepcopy(make_model("llama").config)
+        config.num_hidden_layers = number
+        model: Any = modeling_llama.LlamaForCausalLM(config).to(compute_device())
+        for layer in model.model.layers:
+            layer.input_layernorm.__class__, layer.input_layernorm.factor = HalvedNorm, 1.0
+        model.model.layers[1].post_attention_layernorm.variance_epsilon = 1e-2
+        model.model.layers[1].mlp.act_fn = nn.GELU()
+        if differs:
+            model.model.layers[2].input_layernorm.factor = 0.5
+        reference, HalvedNorm.calls = copy.deepcopy(model), 0
+        liger_dist.wrap(model)
+        calls.append(HalvedNorm.calls)
+        found = dict(liger_dist.explain(model).layers.swapped)
+        assert found["HalvedNorm: RMSNorm (eps 1e-06, normalized values rounded before the weight)"] == number - differs
+        assert found["LlamaMLP: gelu(gate_proj) * up_proj"] == 1
+        for one in (model, reference):
+            one(**batch).loss.backward()
+        assert max(gradient_errors(model, reference).values()) < 1e-4
+    assert calls[0] == calls[1] < calls[2]

@@ -31,7 +31,7 @@ from liger_dist.losses.execution import Execution
 from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
 from liger_dist.losses.spec import LossSpec
 from liger_dist.losses.token_exchange import numbers_of_token
-from liger_dist.sharding.fsdp2.strategy import strategy as fsdp2
+from liger_dist.sharding.fsdp2 import strategy as fsdp2
 from liger_dist.sharding.process_groups import compute_device
 
 HEADS = ("gather", "vocab_parallel")
