@@ -263,22 +263,14 @@ def _explained(module: nn.Module, roles: tuple[str, str | None, str], backend: B
                 others=others,
                 attributes=attributes,
             )
-            if all(_agrees(module, match, *case) for case in product(values, (False, True))):
+            compute = functools.partial(gated_activation, activation=activation, backend="reference")
+            owns = [functools.partial(_own, module, match, training) for training in (False, True)]
+            if all(agrees(pair, own, compute, tolerance=TOLERANCE) for pair, own in product(values, owns)):
                 return match
     return None
 
 
-def _agrees(module: nn.Module, match: GatedMatch, values: list[Tensor], training: bool) -> bool:
-    def run(is_original: bool) -> tuple[list[Any], list[Tensor]]:
-        gate, up = leaves = [value.clone().requires_grad_() for value in values]
-        if is_original:
-            return [_own(module, match, gate, up, training)], leaves
-        return [gated_activation(gate, up, activation=match.activation, backend="reference")], leaves
-
-    return agrees(run, tolerance=TOLERANCE)
-
-
-def _own(module: nn.Module, match: GatedMatch, gate: Tensor, up: Tensor, training: bool) -> Any:
+def _own(module: nn.Module, match: GatedMatch, training: bool, gate: Tensor, up: Tensor) -> Any:
     """Runs the module's original forward between its projections."""
     halves = (gate, up) if match.gate_first else (up, gate)
     given = {match.gate: gate if match.up else torch.cat(halves, -1), match.down: None}
