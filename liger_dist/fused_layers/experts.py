@@ -14,7 +14,6 @@ Legend: E experts, D hidden, H features of the first projection, r LoRA rank.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -23,12 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_dist.errors import LigerDistError
-from liger_dist.model.class_swap import swapped
 from liger_dist.model.peft import only_plain_adapter
 from liger_dist.model.torch_modes import is_transformed
 from liger_dist.trials.attributes import Attributes, numbers_of
 from liger_dist.trials.isolated import LeftAloneError, probing
-from liger_dist.trials.kinds import PROBE_SCALES, agrees
+from liger_dist.trials.kinds import PROBE_SCALES, agrees, exchanged, own_forward
 from liger_dist_kernels import ACTIVATIONS, Backend, GateOptions
 from liger_dist_kernels.expert_activation import gate_in_torch, split_projection
 
@@ -175,7 +173,7 @@ def _agrees(module: Any, match: ExpertsMatch) -> bool:
     x, (index_TK, weight_TK), small = _small_case(match)
 
     def own(x: Tensor, weight_TK: Tensor, *parameters: Tensor) -> Any:
-        with _with_parameters(module, dict(zip(small, parameters, strict=True))):
+        with exchanged(module, dict(zip(small, parameters, strict=True)) | {"num_experts": _EXPERTS}):
             return _own_experts(module, "eager")(module, x, index_TK, weight_TK)
 
     def compute(x: Tensor, weight_TK: Tensor, *parameters: Tensor) -> Tensor:
@@ -188,29 +186,15 @@ def _agrees(module: Any, match: ExpertsMatch) -> bool:
 def _small_case(match: ExpertsMatch) -> tuple[Tensor, tuple[Tensor, Tensor], dict[str, Tensor]]:
     """Returns small hidden states, indices and weights of the router, and parameters by name."""
     generator = torch.Generator().manual_seed(0)
-
-    def values(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator)
-
     width = 2 * _FEATURES if match.options.gate.is_gated else _FEATURES
     shapes = [(width, _HIDDEN), (_HIDDEN, _FEATURES), (width,), (_HIDDEN,)]
     if match.options.is_transposed:
         shapes[:2] = [shape[::-1] for shape in shapes[:2]]
     named = zip(match.names, shapes, strict=True)
-    small = {name: values(_EXPERTS, *shape) for name, shape in named if name is not None}
+    small = {name: torch.randn(_EXPERTS, *shape, generator=generator) for name, shape in named if name is not None}
     index_TK = torch.arange(_TOKENS * _EXPERTS_OF_A_TOKEN).view(_TOKENS, -1) % (_EXPERTS - 1)
     weight_TK = torch.rand(_TOKENS, _EXPERTS_OF_A_TOKEN, generator=generator)
-    return values(_TOKENS, _HIDDEN), (index_TK, weight_TK), small
-
-
-@contextmanager
-def _with_parameters(module: nn.Module, parameters: dict[str, Any]) -> Iterator[None]:
-    """Gives a module of experts small parameters within the context."""
-    with ExitStack() as stack:
-        stack.enter_context(swapped(vars(module), "_parameters", {**module._parameters, **parameters}))
-        if "num_experts" in vars(module):
-            stack.enter_context(swapped(vars(module), "num_experts", _EXPERTS))
-        yield
+    return torch.randn(_TOKENS, _HIDDEN, generator=generator), (index_TK, weight_TK), small
 
 
 def _own_experts(module: Any, implementation: str | None) -> Any:
@@ -405,16 +389,16 @@ def _agrees_low_rank(module: Any, match: ExpertsMatch, name: str) -> bool:
     inside, (x, router, small) = experts_inside(module), _small_case(match)
     target = small[module.parameter_name]
     in_features, out_features = target.shape[1:] if match.options.is_transposed else target.shape[:0:-1]
+    # Another dict: PEFT's parametrization takes the parameter out of it.
+    parameters = {**inside._parameters, **{key: nn.Parameter(value) for key, value in small.items()}}
     generator = torch.Generator().manual_seed(1)
     a, b = (torch.randn(*s, generator=generator) for s in ((2 * _EXPERTS, in_features), (out_features, 2 * _EXPERTS)))
 
     def own(x: Tensor, a: Tensor, b: Tensor) -> Any:
-        with _with_parameters(inside, {key: nn.Parameter(value) for key, value in small.items()}), ExitStack() as stack:
-            stack.enter_context(swapped(vars(inside), "config", _Config(inside.config, "eager")))
-            stack.enter_context(swapped(vars(module), "num_experts", _EXPERTS))
-            for part, replacement in small_layers(name, inside, a, b).items():
-                stack.enter_context(swapped(module._modules, part, replacement))
-            return type(module).forward(module, x, *router)
+        parts = small_layers(name, inside, a, b) | {"num_experts": _EXPERTS}
+        of_inside = {"_parameters": parameters, "num_experts": _EXPERTS, "config": _Config(inside.config, "eager")}
+        with exchanged(inside, of_inside):
+            return own_forward(module, (x, *router), parts, training=module.training)
 
     def compute(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
         low = LowRankMatrices(module.parameter_name, a, b, _EXPERTS, module.scaling[name])

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,13 +22,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_dist.errors import refuse_second_order
-from liger_dist.model.class_swap import swapped
 from liger_dist.model.peft import has_lora, only_plain_adapter
 from liger_dist.model.quantized import dequantized, is_four_bit_linear, quant_state
 from liger_dist.model.torch_modes import in_checkpoint
 from liger_dist.sharding.deepspeed import is_stored_by_zero3
 from liger_dist.trials.isolated import LeftAloneError, probing
-from liger_dist.trials.kinds import agrees
+from liger_dist.trials.kinds import agrees, own_forward
 from liger_dist.trials.model_run import Groups
 from liger_dist_kernels import Backend
 
@@ -238,12 +236,7 @@ def _agrees(module: Any, name: str) -> bool:
     scaling = module.scaling[name]
 
     def own(x: Tensor, a: Tensor, b: Tensor) -> Any:
-        parts = small_layers(name, linear_of(weight, bias), a, b)
-        with ExitStack() as stack:
-            stack.enter_context(swapped(vars(module), "training", False))
-            for part, layers in parts.items():
-                stack.enter_context(swapped(module._modules, part, layers))
-            return type(module).forward(module, x) * 2
+        return 2 * own_forward(module, (x,), small_layers(name, linear_of(weight, bias), a, b))
 
     def compute(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
         (projected,) = _project([Projection(weight, None, bias, a, b, scaling)], x)
@@ -252,8 +245,8 @@ def _agrees(module: Any, name: str) -> bool:
     return agrees((x, a, b), own, compute, tolerance=TOLERANCE)
 
 
-def small_layers(name: str, base: nn.Module, a: Tensor, b: Tensor) -> dict[str, nn.Module]:
-    """Makes the submodules of a LoRA layer of one adapter ``name``, with the weights ``a`` and ``b``."""
+def small_layers(name: str, base: nn.Module, a: Tensor, b: Tensor) -> dict[str, Any]:
+    """Makes the submodules of a LoRA layer with the PEFT adapter ``name``, whose weights are ``a`` and ``b``."""
     lora = {part: nn.ModuleDict({name: linear_of(weight)}) for part, weight in zip(_PARTS, (a, b), strict=True)}
     return {"base_layer": base, **lora}
 

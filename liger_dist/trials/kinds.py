@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -47,6 +47,25 @@ def agrees(values: Sequence[Tensor], own: Callable[..., Any], compute: Callable[
     )
 
 
+@contextmanager
+def exchanged(module: nn.Module, parts: Mapping[str, Any]) -> Iterator[None]:
+    """Gives a module other parameters, submodules and attributes, by their names, within the context."""
+    places: tuple[dict[str, Any], ...] = (module._parameters, module._modules, vars(module))
+    with ExitStack() as stack:
+        for name, part in parts.items():
+            stack.enter_context(swapped(next((held for held in places if name in held), places[-1]), name, part))
+        yield
+
+
+def own_forward(
+    module: nn.Module, inputs: Sequence[Tensor], parts: Mapping[str, Any], *, training: bool = False
+) -> Any:
+    """Runs the forward of the module's class in the given mode; ``parts`` as for :func:`exchanged`."""
+    with in_mode(module, training), exchanged(module, parts):
+        forward: Any = type(module).forward
+        return forward(module, *inputs)
+
+
 def none_on_error(function: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the function of a model's file, with None for any error: whatever it raises on probe values, it computes
     something else, and its layer keeps it."""
@@ -86,13 +105,8 @@ class Trial(Generic[Options]):
 
     def own(self, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor], *, training: bool = False) -> Any:
         """Runs the forward of the module's class."""
-        with ExitStack() as stack:
-            stack.enter_context(in_mode(self.module, training))
-            stack.enter_context(self.attributes.noting(self.module))
-            for name, value in parameters.items():
-                stack.enter_context(swapped(self.module._parameters, name, value))
-            forward: Any = type(self.module).forward
-            return forward(self.module, *inputs)
+        with self.attributes.noting(self.module):
+            return own_forward(self.module, inputs, parameters, training=training)
 
     def agrees(self, options: Options, *, training: bool = False) -> bool:
         """True if outputs and gradients are those of the function."""
