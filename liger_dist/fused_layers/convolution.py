@@ -8,8 +8,7 @@ copy of the layer's forward, see :mod:`liger_dist.trials.functions`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from inspect import Parameter, signature, unwrap
 from itertools import product
 from types import FunctionType
@@ -22,7 +21,7 @@ from liger_dist.errors import refuse_second_order
 from liger_dist.model.torch_modes import is_traced
 from liger_dist.trials.functions import called_functions
 from liger_dist.trials.isolated import torch_defaults
-from liger_dist.trials.kinds import agrees
+from liger_dist.trials.kinds import agrees, none_on_error
 from liger_dist_kernels import MOST_TAPS, Activation, Backend, causal_convolution_bwd, causal_convolution_fwd
 
 from .norm import refuse_freed
@@ -147,7 +146,7 @@ def is_causal_convolution(function: FunctionType) -> bool:
     ):
         return False
     # The result is used for calls under other settings than those of the first one.
-    with torch_defaults(), torch.enable_grad():
+    with torch_defaults():
         return all(_agrees(unwrap(function), *case) for case in product((1, 3, 4), (None, "silu"), (True, False)))
 
 
@@ -163,20 +162,8 @@ def reason_against(module: nn.Module) -> str | None:
 
 
 def _agrees(function: Any, taps: int, activation: Activation | None, has_bias: bool) -> bool:
-    def leaves() -> Iterator[Tensor]:
-        generator = torch.Generator().manual_seed(0)
-        for shape in ((2, 6, 9), (6, taps), (6,))[: 2 + has_bias]:
-            yield torch.randn(shape, generator=generator).requires_grad_()
-
-    def run(is_original: bool) -> tuple[list[Any], list[Tensor]] | None:
-        given = list(leaves())
-        if not is_original:
-            return [causal_convolution(*given, activation=activation, backend="reference")], given
-        try:
-            return [function(*given, activation=activation)], given
-        except Exception:
-            # Whatever a function of a model's file raises for these shapes: it is no convolution of this kind, and its
-            # layer keeps it.
-            return None
-
-    return agrees(run, tolerance=TOLERANCE)
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((2, 6, 9), (6, taps), (6,))[: 2 + has_bias]
+    values = [torch.randn(shape, generator=generator) for shape in shapes]
+    compute = partial(causal_convolution, activation=activation, backend="reference")
+    return agrees(values, none_on_error(partial(function, activation=activation)), compute, tolerance=TOLERANCE)

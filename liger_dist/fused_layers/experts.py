@@ -14,9 +14,7 @@ Legend: E experts, D hidden, H features of the first projection, r LoRA rank.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,16 +22,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_dist.errors import LigerDistError
-from liger_dist.model.class_swap import swapped
 from liger_dist.model.peft import only_plain_adapter
 from liger_dist.model.torch_modes import is_transformed
 from liger_dist.trials.attributes import Attributes, numbers_of
 from liger_dist.trials.isolated import LeftAloneError, probing
-from liger_dist.trials.kinds import PROBE_SCALES, agrees
+from liger_dist.trials.kinds import PROBE_SCALES, agrees, exchanged, own_forward
 from liger_dist_kernels import ACTIVATIONS, Backend, GateOptions
 from liger_dist_kernels.expert_activation import gate_in_torch, split_projection
 
 from .grouped_experts import ExpertOptions, ExpertTensors, experts, supports
+from .lora import small_layers
 from .swap import Kind, Match, PartState, Swapped, has_hooks, is_local, match_of
 
 NAME = "liger_dist"
@@ -124,7 +122,7 @@ def _match(module: Any, backend: Backend) -> ExpertsMatch:
             activation=None if activation is None else PartState.of(activation),
             attributes=attributes,
         )
-        if not agrees(partial(_probe, module, match), tolerance=TOLERANCE):
+        if not _agrees(module, match):
             raise LeftAloneError("it does not compute the weighted sum of its experts")
     return match
 
@@ -170,42 +168,33 @@ def _candidates(module: Any, *, is_gated: bool) -> Iterator[GateOptions]:
                 yield from (replace(one, limit=limit, slope=slope, offset=1.0) for slope in numbers)
 
 
-def _probe(module: Any, match: ExpertsMatch, is_original: bool) -> tuple[list[Tensor], list[Tensor]]:
-    """Runs the model's own experts, or these, on small parameters; returns output and leaves."""
-    inputs, small = _small_case(match)
-    leaves = [inputs[0], inputs[2], *small.values()]
-    if not is_original:
-        tensors = _named(match, small)
-        options = replace(match.options, backend="reference")
-        return [experts(*inputs, tensors, options=options)], leaves
-    with ExitStack() as stack:
-        _enter_small(stack, module, small)
-        return [_own_experts(module, "eager")(module, *inputs)], leaves
+def _agrees(module: Any, match: ExpertsMatch) -> bool:
+    """True if the model's own experts have the same output and gradients as these, with small parameters."""
+    x, (index_TK, weight_TK), small = _small_case(match)
+
+    def own(x: Tensor, weight_TK: Tensor, *parameters: Tensor) -> Any:
+        with exchanged(module, dict(zip(small, parameters, strict=True)) | {"num_experts": _EXPERTS}):
+            return _own_experts(module, "eager")(module, x, index_TK, weight_TK)
+
+    def compute(x: Tensor, weight_TK: Tensor, *parameters: Tensor) -> Tensor:
+        tensors = _named(match, dict(zip(small, parameters, strict=True)))
+        return experts(x, index_TK, weight_TK, tensors, options=replace(match.options, backend="reference"))
+
+    return agrees((x, weight_TK, *small.values()), own, compute, tolerance=TOLERANCE)
 
 
-def _small_case(match: ExpertsMatch) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Tensor]]:
+def _small_case(match: ExpertsMatch) -> tuple[Tensor, tuple[Tensor, Tensor], dict[str, Tensor]]:
     """Returns small hidden states, indices and weights of the router, and parameters by name."""
     generator = torch.Generator().manual_seed(0)
-
-    def values(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).requires_grad_()
-
     width = 2 * _FEATURES if match.options.gate.is_gated else _FEATURES
     shapes = [(width, _HIDDEN), (_HIDDEN, _FEATURES), (width,), (_HIDDEN,)]
     if match.options.is_transposed:
         shapes[:2] = [shape[::-1] for shape in shapes[:2]]
     named = zip(match.names, shapes, strict=True)
-    small = {name: values(_EXPERTS, *shape) for name, shape in named if name is not None}
+    small = {name: torch.randn(_EXPERTS, *shape, generator=generator) for name, shape in named if name is not None}
     index_TK = torch.arange(_TOKENS * _EXPERTS_OF_A_TOKEN).view(_TOKENS, -1) % (_EXPERTS - 1)
-    weight_TK = torch.rand(_TOKENS, _EXPERTS_OF_A_TOKEN, generator=generator).requires_grad_()
-    return (values(_TOKENS, _HIDDEN), index_TK, weight_TK), small
-
-
-def _enter_small(stack: ExitStack, module: nn.Module, small: dict[str, Any]) -> None:
-    """Gives a module of experts small parameters in the stack's context."""
-    stack.enter_context(swapped(vars(module), "_parameters", {**module._parameters, **small}))
-    if "num_experts" in vars(module):
-        stack.enter_context(swapped(vars(module), "num_experts", _EXPERTS))
+    weight_TK = torch.rand(_TOKENS, _EXPERTS_OF_A_TOKEN, generator=generator)
+    return torch.randn(_TOKENS, _HIDDEN, generator=generator), (index_TK, weight_TK), small
 
 
 def _own_experts(module: Any, implementation: str | None) -> Any:
@@ -389,37 +378,35 @@ def _match_low_rank(module: Any, backend: Backend) -> LowRankExpertsMatch:
     if "forward" in vars(inside):
         raise LeftAloneError("its experts are on several ranks")
     with probing(module), probing(inside):
-        if not agrees(partial(_probe_low_rank, module, match, name), tolerance=TOLERANCE):
+        if not _agrees_low_rank(module, match, name):
             raise LeftAloneError("it does not add the product of its matrices to the weights")
     return LowRankExpertsMatch()
 
 
-def _probe_low_rank(
-    module: Any, match: ExpertsMatch, name: str, is_original: bool
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Runs PEFT's forward around the model's own experts, or these, on small parameters; returns output and leaves."""
-    inside, (inputs, small) = experts_inside(module), _small_case(match)
+def _agrees_low_rank(module: Any, match: ExpertsMatch, name: str) -> bool:
+    """True if PEFT's forward around the model's own experts has the same output and gradients as these, with small
+    parameters."""
+    inside, (x, router, small) = experts_inside(module), _small_case(match)
     target = small[module.parameter_name]
     in_features, out_features = target.shape[1:] if match.options.is_transposed else target.shape[:0:-1]
-    with torch.random.fork_rng([]):
-        torch.manual_seed(0)
-        a = nn.Linear(in_features, 2 * _EXPERTS, bias=False)
-        b = nn.Linear(2 * _EXPERTS, out_features, bias=False)
-    leaves = [inputs[0], a.weight, b.weight]
-    if not is_original:
-        low = LowRankMatrices(module.parameter_name, a.weight, b.weight, _EXPERTS, module.scaling[name])
-        tensors, options = _with_low_rank(
-            _named(match, small), replace(match.options, backend="reference"), match, [low]
-        )
-        return [experts(*inputs, tensors, options=options)], leaves
-    with ExitStack() as stack:
-        _enter_small(stack, inside, {key: nn.Parameter(value.detach()) for key, value in small.items()})
-        stack.enter_context(swapped(vars(inside), "config", _Config(inside.config, "eager")))
-        stack.enter_context(swapped(vars(module), "num_experts", _EXPERTS))
-        small_parts = {"lora_A": nn.ModuleDict({name: a}), "lora_B": nn.ModuleDict({name: b}), "base_layer": inside}
-        for part, replacement in small_parts.items():
-            stack.enter_context(swapped(module._modules, part, replacement))
-        return [type(module).forward(module, *inputs)], leaves
+    # Another dict: PEFT's parametrization takes the parameter out of it.
+    parameters = {**inside._parameters, **{key: nn.Parameter(value) for key, value in small.items()}}
+    generator = torch.Generator().manual_seed(1)
+    a, b = (torch.randn(*s, generator=generator) for s in ((2 * _EXPERTS, in_features), (out_features, 2 * _EXPERTS)))
+
+    def own(x: Tensor, a: Tensor, b: Tensor) -> Any:
+        parts = small_layers(name, inside, a, b) | {"num_experts": _EXPERTS}
+        of_inside = {"_parameters": parameters, "num_experts": _EXPERTS, "config": _Config(inside.config, "eager")}
+        with exchanged(inside, of_inside):
+            return own_forward(module, (x, *router), parts, training=module.training)
+
+    def compute(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        low = LowRankMatrices(module.parameter_name, a, b, _EXPERTS, module.scaling[name])
+        options = replace(match.options, backend="reference")
+        tensors, options = _with_low_rank(_named(match, small), options, match, [low])
+        return experts(x, *router, tensors, options=options)
+
+    return agrees((x, a, b), own, compute, tolerance=TOLERANCE)
 
 
 def _compute_low_rank(

@@ -22,12 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_dist.errors import refuse_second_order
-from liger_dist.model.class_swap import swapped
 from liger_dist.model.peft import hooks_rows
 from liger_dist.sharding.deepspeed import is_stored_by_zero3
 from liger_dist.trials.attributes import Attributes
-from liger_dist.trials.isolated import LeftAloneError, StandIn, in_mode, probing, without_hooks
-from liger_dist.trials.kinds import PROBE_SCALES, agrees
+from liger_dist.trials.isolated import LeftAloneError, StandIn, probing, without_hooks
+from liger_dist.trials.kinds import PROBE_SCALES, agrees, own_forward
 from liger_dist_kernels import ACTIVATIONS, Activation, Backend, gated_activation_bwd, gated_activation_fwd
 
 from .mlp_tiles import compute_in_tiles, linear_without_output
@@ -259,52 +258,31 @@ def _explained(module: nn.Module, roles: tuple[str, str | None, str], backend: B
     parts = ((name, part) for name, part in module._modules.items() if part is not None and name not in roles)
     others = {name: PartState.of(part) for name, part in parts}
     attributes = Attributes(module)
+    of_roles = functools.partial(GatedMatch, gate=gate, up=up, down=down, others=others, attributes=attributes)
     generator = torch.Generator().manual_seed(0)
     values = [[scale * torch.randn(1, 4, 8, generator=generator) for _ in range(2)] for scale in PROBE_SCALES]
-    for gate_first in (True, False) if up is None else (True,):
-        for activation in ACTIVATIONS:
-            match = GatedMatch(
-                gate=gate,
-                up=up,
-                down=down,
-                gate_first=gate_first,
-                activation=activation,
-                backend=backend,
-                others=others,
-                attributes=attributes,
-            )
-            if all(_agrees(module, match, *case) for case in product(values, (False, True))):
-                return match
+    for gate_first, activation in product((True, False) if up is None else (True,), ACTIVATIONS):
+        match = of_roles(gate_first=gate_first, activation=activation, backend=backend)
+        owns = [functools.partial(_own, module, match, training) for training in (False, True)]
+        compute = functools.partial(gated_activation, activation=activation, backend="reference")
+        if all(agrees(pair, own, compute, tolerance=TOLERANCE) for pair, own in product(values, owns)):
+            return match
     return None
 
 
-def _agrees(module: nn.Module, match: GatedMatch, values: list[Tensor], training: bool) -> bool:
-    def run(is_original: bool) -> tuple[list[Any], list[Tensor]]:
-        gate, up = leaves = [value.clone().requires_grad_() for value in values]
-        if is_original:
-            return [_own(module, match, gate, up, training)], leaves
-        return [gated_activation(gate, up, activation=match.activation, backend="reference")], leaves
-
-    return agrees(run, tolerance=TOLERANCE)
-
-
-def _own(module: nn.Module, match: GatedMatch, gate: Tensor, up: Tensor, training: bool) -> Any:
+def _own(module: nn.Module, match: GatedMatch, training: bool, gate: Tensor, up: Tensor) -> Any:
     """Runs the module's original forward between its projections."""
     halves = (gate, up) if match.gate_first else (up, gate)
-    given = {match.gate: gate if match.up else torch.cat(halves, -1), match.down: None}
-    if match.up is not None:
-        given[match.up] = up
+    given = {match.gate: gate, match.up: up} if match.up else {match.gate: torch.cat(halves, -1)}
     hidden_states = torch.linspace(-2, 3, 32).reshape(1, 4, 8).requires_grad_()
-    with ExitStack() as stack:
-        stack.enter_context(in_mode(module, training))
-        for name, value in given.items():
-            stack.enter_context(swapped(module._modules, name, Given(value, hidden_states)))
+    parts: dict[str, nn.Module] = {name: Given(value, hidden_states) for name, value in given.items()}
+    parts[match.down] = Given(None, hidden_states)
+    with match.attributes.noting(module), ExitStack() as stack:
         for name, state in match.others.items():
             # Without their hooks, which must not see the probe.
-            stack.enter_context(swapped(module._modules, name, StandIn(state.part, without_hooks)))
+            parts[name] = StandIn(state.part, without_hooks)
             stack.enter_context(state.attributes.noting(state.part))
-        stack.enter_context(match.attributes.noting(module))
-        return type(module).forward(module, hidden_states)
+        return own_forward(module, (hidden_states,), parts, training=training)
 
 
 def _compute(module: nn.Module, match: GatedMatch, hidden_states: Any = None, *args: Any, **kwargs: Any) -> Any:

@@ -14,22 +14,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_dist.errors import refuse_second_order
-from liger_dist.model.class_swap import swapped
 from liger_dist.model.peft import has_lora, only_plain_adapter
 from liger_dist.model.quantized import dequantized, is_four_bit_linear, quant_state
 from liger_dist.model.torch_modes import in_checkpoint
 from liger_dist.sharding.deepspeed import is_stored_by_zero3
 from liger_dist.trials.isolated import LeftAloneError, probing
-from liger_dist.trials.kinds import agrees
+from liger_dist.trials.kinds import agrees, own_forward
 from liger_dist.trials.model_run import Groups
 from liger_dist_kernels import Backend
 
@@ -225,29 +223,39 @@ def _match(module: Any, backend: Backend) -> LowRankMatch:
     if name is None:
         raise LeftAloneError("it has several active adapters, none, a variant of LoRA, or active dropout")
     with probing(module):
-        if not agrees(partial(_probe, module, name), tolerance=TOLERANCE):
+        if not _agrees(module, name):
             raise LeftAloneError("it does not compute base(x) + scaling * B(A(x))")
     return LowRankMatch()
 
 
-def _probe(module: Any, name: str, is_original: bool) -> tuple[list[Any], list[Tensor]]:
-    """Runs PEFT's forward, or this one, around small layers; returns output and leaves."""
-    with torch.random.fork_rng([]):
-        torch.manual_seed(0)
-        base, a, b = nn.Linear(6, 8), nn.Linear(6, 2, bias=False), nn.Linear(2, 8, bias=False)
-        x = torch.randn(2, 3, 6, requires_grad=True)
-    small = {"base_layer": base, "lora_A": nn.ModuleDict({name: a}), "lora_B": nn.ModuleDict({name: b})}
-    with ExitStack() as stack:
-        stack.enter_context(swapped(vars(module), "training", False))
-        for part, layers in small.items():
-            stack.enter_context(swapped(module._modules, part, layers))
-        base.requires_grad_(False)
-        scaling = module.scaling[name]
-        if is_original:
-            return [type(module).forward(module, x) * 2], [x, a.weight, b.weight]
-        added = _added(base(x), a(x), b.weight, scaling)
-        (projected,) = _project([Projection(base.weight, None, base.bias, a.weight, b.weight, scaling)], x)
-    return [added + projected], [x, a.weight, b.weight]
+def _agrees(module: Any, name: str) -> bool:
+    """True if PEFT's forward around small layers has the same output and gradients as this one."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((2, 3, 6), (2, 6), (8, 2), (8, 6), (8,))
+    x, a, b, weight, bias = (torch.randn(shape, generator=generator) for shape in shapes)
+    scaling = module.scaling[name]
+
+    def own(x: Tensor, a: Tensor, b: Tensor) -> Any:
+        return 2 * own_forward(module, (x,), small_layers(name, linear_of(weight, bias), a, b))
+
+    def compute(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        (projected,) = _project([Projection(weight, None, bias, a, b, scaling)], x)
+        return _added(F.linear(x, weight, bias), F.linear(x, a), b, scaling) + projected
+
+    return agrees((x, a, b), own, compute, tolerance=TOLERANCE)
+
+
+def small_layers(name: str, base: nn.Module, a: Tensor, b: Tensor) -> dict[str, Any]:
+    """Makes the submodules of a LoRA layer with the PEFT adapter ``name``, whose weights are ``a`` and ``b``."""
+    lora = {part: nn.ModuleDict({name: linear_of(weight)}) for part, weight in zip(_PARTS, (a, b), strict=True)}
+    return {"base_layer": base, **lora}
+
+
+def linear_of(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
+    """Makes a linear layer with the tensors themselves instead of parameters."""
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    vars(layer)["_parameters"] = {"weight": weight, "bias": bias}
+    return layer
 
 
 def _compute(module: Any, match: LowRankMatch, x: Any = None, *args: Any, **kwargs: Any) -> Any:

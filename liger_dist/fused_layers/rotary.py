@@ -24,7 +24,7 @@ from liger_dist.errors import refuse_second_order
 from liger_dist.model.class_swap import below_wrappers
 from liger_dist.trials.functions import called_functions, with_globals
 from liger_dist.trials.isolated import LeftAloneError
-from liger_dist.trials.kinds import agrees
+from liger_dist.trials.kinds import agrees, none_on_error
 from liger_dist_kernels import Backend, Pairing, RotaryLayout, rotate
 
 from .swap import Kind, Match, has_kernels, is_local
@@ -341,29 +341,16 @@ def _reproduces(function: Callable[..., Any], convention: RotaryConvention) -> b
     if "unsqueeze_dim" in parameters:
         given["unsqueeze_dim"] = convention.heads_dim
 
-    def run(is_original: bool) -> tuple[list[Any], list[Tensor]] | None:
-        leaves = [
-            torch.randn(shape, generator=torch.Generator().manual_seed(seed)).requires_grad_()
-            for seed in range(len(convention.tensors))
-        ]
-        named = dict(zip(convention.tensors, leaves, strict=True)) | given
-        if is_original:
-            try:
-                outputs = function(**named)
-            except Exception:
-                # Any error of the model's function on these shapes means another convention. An attention without any
-                # keeps its original forward, and explain shows that reason.
-                return None
-        else:
-            arguments = _arguments(named, convention)
-            if arguments is None:
-                return None
-            outputs = rotary(**arguments, backend="reference")
-        outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
-        is_same = len(outputs) == len(leaves) and all(output.shape == torch.Size(shape) for output in outputs)
-        return (outputs, leaves) if is_same else None
+    def own(*tensors: Tensor) -> Tensor:
+        outputs = function(**dict(zip(convention.tensors, tensors, strict=True)), **given)
+        return outputs[None] if isinstance(outputs, Tensor) else torch.stack(outputs)
 
-    return agrees(run, tolerance=TOLERANCE)
+    def compute(*tensors: Tensor) -> Tensor | None:
+        arguments = _arguments(dict(zip(convention.tensors, tensors, strict=True)) | given, convention)
+        return None if arguments is None else torch.stack(rotary(**arguments, backend="reference"))
+
+    values = [torch.randn(shape, generator=generator) for _ in convention.tensors]
+    return agrees(values, none_on_error(own), compute, tolerance=TOLERANCE)
 
 
 ROTARY = Kind(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -23,28 +23,60 @@ PROBE_SCALES = (0.3, 3.0, 30.0, 300.0)
 an activation at small ones"""
 
 
-def agrees(run: Callable[[bool], tuple[Sequence[Any], Sequence[Tensor]] | None], *, tolerance: float) -> bool:
-    """True if a module's original code and the kernel that will replace it have the same outputs and gradients.
+def agrees(values: Sequence[Tensor], own: Callable[..., Any], compute: Callable[..., Any], *, tolerance: float) -> bool:
+    """True if a module's original code and the function that will replace it have the same output and gradients.
 
     Args:
-        run: returns outputs and the leaves that they were computed from, for True by the module's code, for False by
-            the kernel; None if the code computes something else.
-        tolerance: relative L2 error of each output and gradient.
+        values: arguments of both, floating, which each gets as leaves that require gradients.
+        own: the original code; it computes something else if it returns no tensor.
+        compute: the function.
+        tolerance: relative L2 error of the output and of each gradient.
     """
     results: list[list[Any]] = []
-    for is_original in (True, False):
+    for function in (own, compute):
+        leaves = [value.clone().requires_grad_() for value in values]
         with torch.enable_grad():
-            found = run(is_original)
-        if found is None or not all(isinstance(output, Tensor) for output in found[0]):
+            output = function(*leaves)
+        if not isinstance(output, Tensor):
             return False
-        outputs, leaves = found
-        upstream = [torch.linspace(-1, 1, output.numel()).reshape(output.shape) for output in outputs]
-        gradients = torch.autograd.grad(outputs, leaves, upstream, allow_unused=True)
-        results.append([*(output.detach() for output in outputs), *gradients])
-    return len(results[0]) == len(results[1]) and all(
+        upstream = torch.linspace(-1, 1, output.numel()).reshape(output.shape)
+        results.append([output.detach(), *torch.autograd.grad(output, leaves, upstream, allow_unused=True)])
+    return all(
         a is not None and b is not None and a.shape == b.shape and bool((b - a).norm() <= tolerance * a.norm())
         for a, b in zip(*results, strict=True)
     )
+
+
+@contextmanager
+def exchanged(module: nn.Module, parts: Mapping[str, Any]) -> Iterator[None]:
+    """Gives a module other parameters, submodules and attributes, by their names, within the context."""
+    places: tuple[dict[str, Any], ...] = (module._parameters, module._modules, vars(module))
+    with ExitStack() as stack:
+        for name, part in parts.items():
+            stack.enter_context(swapped(next((held for held in places if name in held), places[-1]), name, part))
+        yield
+
+
+def own_forward(
+    module: nn.Module, inputs: Sequence[Tensor], parts: Mapping[str, Any], *, training: bool = False
+) -> Any:
+    """Runs the forward of the module's class in the given mode; ``parts`` as for :func:`exchanged`."""
+    with in_mode(module, training), exchanged(module, parts):
+        forward: Any = type(module).forward
+        return forward(module, *inputs)
+
+
+def none_on_error(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function of a model's file, with None for any error: whatever it raises on probe values, it computes
+    something else, and its layer keeps it."""
+
+    def call(*args: Any) -> Any:
+        try:
+            return function(*args)
+        except Exception:
+            return None
+
+    return call
 
 
 class Trial(Generic[Options]):
@@ -73,26 +105,22 @@ class Trial(Generic[Options]):
 
     def own(self, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor], *, training: bool = False) -> Any:
         """Runs the forward of the module's class."""
-        with ExitStack() as stack:
-            stack.enter_context(in_mode(self.module, training))
-            stack.enter_context(self.attributes.noting(self.module))
-            for name, value in parameters.items():
-                stack.enter_context(swapped(self.module._parameters, name, value))
-            forward: Any = type(self.module).forward
-            return forward(self.module, *inputs)
+        with self.attributes.noting(self.module):
+            return own_forward(self.module, inputs, parameters, training=training)
 
     def agrees(self, options: Options, *, training: bool = False) -> bool:
         """True if outputs and gradients are those of the function."""
 
-        def run(is_original: bool) -> tuple[list[Any], list[Tensor]]:
-            leaves = [tensor.clone().requires_grad_() for tensor in (*self.inputs, *self.parameters.values())]
-            inputs, values = leaves[: len(self.inputs)], leaves[len(self.inputs) :]
-            parameters = dict(zip(self.parameters, values, strict=True))
-            if is_original:
-                return [self.own(inputs, parameters, training=training)], leaves
-            return [self.compute(inputs, parameters, options)], leaves
+        def split(leaves: Sequence[Tensor]) -> tuple[Sequence[Tensor], dict[str, Tensor]]:
+            num_inputs = len(self.inputs)
+            return leaves[:num_inputs], dict(zip(self.parameters, leaves[num_inputs:], strict=True))
 
-        return agrees(run, tolerance=self._tolerance)
+        return agrees(
+            (*self.inputs, *self.parameters.values()),
+            lambda *leaves: self.own(*split(leaves), training=training),
+            lambda *leaves: self.compute(*split(leaves), options),
+            tolerance=self._tolerance,
+        )
 
     def first_that_rounds_alike(self, candidates: Iterable[Options]) -> Options | None:
         """Returns the first of the candidates that rounds as the module does: inputs in bf16, and parameters in bf16

@@ -26,8 +26,8 @@ from liger_dist.losses.token_exchange import ExchangedTokens
 from liger_dist.sharding import tensor_parallel
 from liger_dist.sharding.base import DataParallel
 from liger_dist.sharding.fsdp1 import FSDP1Adapter
-from liger_dist.sharding.fsdp2.strategy import FSDP2Gathered
 from liger_dist.sharding.fsdp2 import strategy as fsdp2
+from liger_dist.sharding.fsdp2.strategy import FSDP2Gathered
 from liger_dist.sharding.single import Replicated
 from liger_dist.sharding.vocab_parallel import RowSharding
 from liger_dist.trials.kinds import Trial
