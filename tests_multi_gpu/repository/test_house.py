@@ -250,3 +250,14 @@ def test_tensors_of_tests_are_on_the_device_of_the_tests() -> None:
 
 HOST_MODELS = ("verl_engines", "openrlhf_actors", "skyrl_models")
 """modules with engines of other frameworks, which build their own tensors"""
+
+
+MOST_MECHANISMS = 48
+
+
+def test_mechanisms_are_few_and_exist() -> None:
+    section = (ROOT / "CONTRIBUTING.md").read_text().split("## Mechanisms")[1].split("\n## ")[0]
+    rows = [line for line in section.splitlines() if re.match(r"\| [^*].*`", line)]
+    files = [file for row in rows for file in re.findall(r"`([\w/]+\.py)`", row)]
+    assert len(files) >= len(rows) <= MOST_MECHANISMS, len(rows)
+    assert not [file for file in files if not (ROOT / "liger_dist" / file).is_file()]
