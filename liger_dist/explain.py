@@ -40,6 +40,8 @@ class Explanation:
     applies"""
     frozen: str | None = None
     """memory of frozen parameters under FSDP, sharded and replicated; None without any, or for one rank"""
+    units: str | None = None
+    """number of FSDP2's units of decoder layers, and what one holds unsharded; None if each layer is one"""
     router_loss: str | None = None
     """how the model adds the loss of its routers to that of the tokens; None if it does not"""
     labels: str | None = None
@@ -52,6 +54,7 @@ class Explanation:
         rows.append(("packed documents", self.packing))
         rows += [] if self.compiled is None else [("compiled layers", self.compiled)]
         rows += [] if self.frozen is None else [("frozen weights", self.frozen)]
+        rows += [] if self.units is None else [("units", self.units)]
         rows += [] if self.router_loss is None else [("router loss", self.router_loss)]
         rows += [] if self.labels is None else [("labels", self.labels)]
         width = max(len(name) for name, _ in rows)
@@ -91,6 +94,7 @@ def explain(model: nn.Module) -> Explanation:
         packing=str(record.found.packing),
         compiled=_compiled(record),
         frozen=record.found.frozen,
+        units=record.found.units,
         router_loss=_router_loss(inner),
         labels=_labels(inner, record),
     )

@@ -143,6 +143,7 @@ def _inspect(outer: nn.Module, strategy: str | Strategy, mesh: Mesh | None, conf
         packing=packing,
         not_compiled=not_compiled,
         frozen=frozen,
+        units=chosen.describe_units(structure) if isinstance(chosen, FSDP2) else None,
     )
     device = "host" if isinstance(chosen, LoadedByHost) else "meta" if on_meta else "real"
     return chosen, findings, Origin(device=device, parameters=_parameters_of(outer), initialize=initialize)

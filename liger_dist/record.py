@@ -35,6 +35,8 @@ class Findings:
     """why ``compile_layers="auto"`` compiles no layers; None where it does, or is not asked"""
     frozen: str | None
     """what frozen parameters cost under FSDP; None without any"""
+    units: str | None
+    """how many layers share a unit of FSDP2; None where none do"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -382,6 +382,17 @@ ONE = Cell(engine="none", world=1)
 DDP = Cell(engine="ddp")
 HSDP, GRID = ("replicate", "shard"), ("shard", "tp")
 
+UNITS: list[dict[str, Any]] = [
+    {},
+    {"reshard": False},
+    {"offload": True},
+    {"axes": HSDP},
+    {"rows": True},
+    {"rows": True, "axes": HSDP},
+    {"axes": GRID},
+]
+"""Layouts in which both layers are in one unit of FSDP2."""
+
 FSDP1 = [
     _fsdp1(sharding=sharding, **({"own_unit": True} if own else {}), use_orig_params=orig)
     for sharding in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD")
@@ -407,6 +418,7 @@ OURS = [
     _fsdp2(rows=True, axes=HSDP),
     _fsdp2(axes=GRID),
     _fsdp2(axes=GRID, head="root"),
+    *(_fsdp2(units=2, **layout) for layout in UNITS),
 ]
 ZERO = [
     *(_zero(stage, **variant) for stage in range(4) for variant in ({}, {"accumulation": 2})),
@@ -431,6 +443,7 @@ PRINCIPAL = [
     _fsdp1(use_orig_params=False),
     _fsdp1(own_unit=True),
     _fsdp2(),
+    _fsdp2(units=2),
     _fsdp2(head="own"),
     _fsdp2(axes=HSDP),
     _fsdp2(rows=True),
@@ -608,6 +621,7 @@ BF16 = [
     _fsdp1(own_unit=True, bf16=True),
     *(_fsdp2(head=head, bf16=True) for head in ("root", "tail", "own")),
     _fsdp2(bf16=True),
+    _fsdp2(units=2, bf16=True),
     _fsdp2(rows=True, bf16=True),
     _fsdp2(axes=GRID, bf16=True),
     *(_zero(stage, bf16=True) for stage in range(4)),

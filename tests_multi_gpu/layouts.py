@@ -191,6 +191,7 @@ class FSDP2(Session):
                 cpu_offload=bool(layout.get("offload")),
                 lm_head="vocab_parallel" if layout.get("rows") and self.cell.fused else "gather",
                 frozen=layout.get("frozen", "shard"),
+                layers_per_unit=layout.get("units", "auto"),
                 **_precision(layout),
             )
             self.root = self.wrap(strategy)

@@ -53,6 +53,7 @@ from liger_dist.sharding.vocab_parallel import check_row_shards, row_shards_of, 
 from .forward import ROOT, param_groups, unreduced_gradients, unshard_in_backward
 from .loading import LoadedShards
 from .packed_bytes import pack_four_bit_layers
+from .units import LayersPerUnit, Units, check_layers_per_unit, describe, reason_against_units, units_of, unshard_inside
 
 LMHead = Literal["gather", "vocab_parallel"]
 CPU = torch.device("cpu")
@@ -71,7 +72,8 @@ TIED_AND_PADDED = (
 
 @dataclass(frozen=True, kw_only=True)
 class FSDP2(FullySharded):
-    """Shards a model by FSDP2: one group per layer, one for final norm and lm_head, and the root. A last mesh axis
+    """Shards a model by FSDP2: one group for each unit of layers, one for final norm and lm_head, and the root. A last
+    mesh axis
     named "tp" is tensor-parallel. The ranks of a last axis named "sp" hold the sequence shards of
     :func:`liger_dist.shard_sequence`; parameters are sharded over it too."""
 
@@ -83,6 +85,11 @@ class FSDP2(FullySharded):
     their losses alike, and call the model at the same time. docs/vocab_parallel.md lists communication and memory of
     both."""
 
+    layers_per_unit: LayersPerUnit = "auto"
+    """Consecutive decoder layers that are all-gathered and reduced together. "auto": as many as have 128 MiB in the
+    dtype in which they are gathered, which is one from about 70M parameters a layer on; at least four units. The
+    parameters' names and checkpoints do not depend on it."""
+
     float8: Recipe | None = None
     """Compute the decoder's linear layers in float8 by torchao: "tensorwise" (the fastest; float8 all-gathers) or
     "rowwise" (a scale for each row). Parameters keep their dtype, and lm_head is unchanged. The layers are compiled,
@@ -91,12 +98,24 @@ class FSDP2(FullySharded):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("lm_head", self.lm_head, get_args(LMHead))
+        check_layers_per_unit(self.layers_per_unit)
         if self.float8 is not None:
             check_choice("float8", self.float8, get_args(Recipe))
 
     @property
     def compiles_layers(self) -> bool:
         return super().compiles_layers or self.float8 is not None
+
+    def units(self, structure: Structure) -> Units:
+        """Returns the units of decoder layers that have a group separate from the root's."""
+        layers = [layer for layer in dict.fromkeys(structure.layers) if self.has_own_group(layer)]
+        reason = reason_against_units(structure.layers, structure.decoder.config)
+        wanted = 1 if self.layers_per_unit == "auto" and reason is not None else self.layers_per_unit
+        return units_of(layers, wanted, self.param_dtype)
+
+    def describe_units(self, structure: Structure) -> str | None:
+        """Says how many layers share a unit; None if each is one by itself. Call it before the model is sharded."""
+        return describe(self.units(structure), self.param_dtype)
 
     @property
     def shards_sequences(self) -> bool:
@@ -147,6 +166,9 @@ class FSDP2(FullySharded):
                     "shards contiguous parameters only; make it contiguous (parameter.data = "
                     "parameter.data.contiguous())."
                 )
+        reason = reason_against_units(structure.layers, structure.decoder.config)
+        if reason is not None and self.layers_per_unit not in ("auto", 1):
+            raise LigerDistError(f"layers_per_unit is {self.layers_per_unit} but {reason}; leave it out.")
         if self.lm_head == "vocab_parallel":
             check_row_shards(model, structure, unfused=unfused)
             heads = {weight for head in linear_heads(model, structure) for weight in head.parameters()}
@@ -239,11 +261,13 @@ class FSDP2(FullySharded):
         }
         trained = {name: parameter.requires_grad for name, parameter in root.named_parameters()}
         others = (*chain(*structure.other_stacks), *structure.prediction_layers)
-        # A layer that the model runs several times is one group.
-        for layer in dict.fromkeys((*others, *structure.layers, *filter(None, [input_embedding(model)]))):
-            if self.has_own_group(layer):
-                loaded.gather(layer)
-                fully_shard(layer, reshard_after_forward=self.reshard_after_forward, **options)
+        alone = [(layer,) for layer in dict.fromkeys(others) if self.has_own_group(layer)]
+        embedding = [(one,) for one in filter(None, [input_embedding(model)]) if self.has_own_group(one)]
+        for unit in (*alone, *self.units(structure), *embedding):
+            loaded.gather(*unit)
+            together = list(unit) if len(unit) > 1 else unit[0]
+            fully_shard(together, reshard_after_forward=self.reshard_after_forward, **options)
+            unshard_inside(unit)
         tail = [m for m in (structure.final_norm, model.get_submodule(structure.head_name)) if m is not None]
         # A group that ran twice would be reduced twice, and not end its second forward, which the norm is not part of.
         is_apart = not (structure.tied or structure.repeats_head or row_shards or shares_parameters(model, tail))

@@ -1,0 +1,114 @@
+"""Units of FSDP2: consecutive decoder layers that are all-gathered and reduced together.
+
+A unit costs the host two or three milliseconds a step, whatever its size, and each of its collectives a latency. The
+layers of small models take less than that to compute. So layers share a unit until it has :data:`UNIT_BYTES`, in the
+dtype in which they are gathered. A step keeps about two units unsharded, which is why the bound is small beside the
+memory of the shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from liger_dist.errors import LigerDistError
+from liger_dist.model.structure import full_shape
+
+from .forward import unshard_in_backward
+
+UNIT_BYTES = 2**27
+"""bytes from which on a unit is worth its collectives: measured for 0.6B to 8B on two to four H200 (docs/benchmarks.md,
+"FSDP2 units")"""
+LEAST_UNITS = 4
+"""units of a model that has as many layers: the collectives of one overlap with the computation of another"""
+_MAY_SKIP = ("layerdrop", "decoder_layerdrop", "layer_drop")
+"""settings of a config with which a forward leaves out layers at random"""
+
+LayersPerUnit = int | Literal["auto"]
+Units = list[tuple[nn.Module, ...]]
+
+
+def check_layers_per_unit(value: object) -> None:
+    """
+    Raises:
+        LigerDistError: it is neither "auto" nor a number of layers.
+    """
+    is_number = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    if value != "auto" and not is_number:
+        raise LigerDistError(f"layers_per_unit is {value!r}; expected 'auto', or a number of layers from 1 on.")
+
+
+def units_of(layers: Sequence[nn.Module], layers_per_unit: LayersPerUnit, param_dtype: torch.dtype | None) -> Units:
+    """Divides decoder layers into units, in order.
+
+    Args:
+        layers: different modules.
+        layers_per_unit: "auto" for as many as a unit needs for :data:`UNIT_BYTES`, and at least :data:`LEAST_UNITS`
+            units.
+        param_dtype: dtype in which floating-point parameters are gathered; None for theirs.
+    """
+    if layers_per_unit != "auto":
+        return [tuple(layers[start : start + layers_per_unit]) for start in range(0, len(layers), layers_per_unit)]
+    sizes = [bytes_of(layer, param_dtype) for layer in layers]
+    enough = min(UNIT_BYTES, sum(sizes) / LEAST_UNITS)
+    units: Units = []
+    unit: list[nn.Module] = []
+    held = 0
+    for layer, size in zip(layers, sizes, strict=True):
+        unit.append(layer)
+        held += size
+        if held >= enough:
+            units.append(tuple(unit))
+            unit, held = [], 0
+    return [*units, tuple(unit)] if unit else units
+
+
+def reason_against_units(layers: Sequence[nn.Module], config: Any) -> str | None:
+    """Says why each decoder layer has to be a unit of its own, as a clause; None if several may share one."""
+    if len(set(layers)) < len(layers):
+        return "the model runs a layer several times"
+    skips = next((name for name in _MAY_SKIP if getattr(config, name, None)), None)
+    if skips is not None:
+        return f"{skips} is {getattr(config, skips)}, with which a forward leaves out layers"
+    if any(_is_checkpointed_with_hooks(layer) for layer in layers):
+        return "a release of transformers checkpoints layers together with FSDP2's hooks"
+    return None
+
+
+def _is_checkpointed_with_hooks(layer: nn.Module) -> bool:
+    return type(layer).__call__ is not nn.Module.__call__
+
+
+def bytes_of(layer: nn.Module, param_dtype: torch.dtype | None) -> int:
+    """Counts the bytes of a layer's full parameters as they are gathered."""
+    return sum(
+        torch.Size(full_shape(parameter)).numel()
+        * (param_dtype.itemsize if param_dtype is not None and parameter.is_floating_point() else parameter.itemsize)
+        for parameter in layer.parameters()
+    )
+
+
+def describe(units: Units, param_dtype: torch.dtype | None) -> str | None:
+    """Says how many layers are in a unit, for ``explain``; None where each is one by itself."""
+    if all(len(unit) == 1 for unit in units):
+        return None
+    numbers = sorted({len(unit) for unit in units})
+    layers = f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
+    largest = max(sum(bytes_of(layer, param_dtype) for layer in unit) for unit in units)
+    return f"{len(units)} units of {layers} layers, {largest / 2**20:.0f} MiB unsharded at most (docs/strategies.md)"
+
+
+def unshard_inside(unit: Sequence[nn.Module]) -> None:
+    """Lets a backward begin at the output of a layer inside a unit: FSDP2 unshards a unit in the backward of the output
+    of its last layer."""
+    for layer in unit[:-1]:
+        layer.register_forward_hook(_unshard_for)
+
+
+def _unshard_for(layer: nn.Module, args: Any, output: Any) -> None:
+    first = output[0] if isinstance(output, tuple) and output else output
+    if isinstance(first, Tensor):
+        unshard_in_backward(layer, args, first)
