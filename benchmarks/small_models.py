@@ -8,7 +8,8 @@ becomes slower does so for all of them. ``--ways`` names some, where not all fit
 fp32 masters, bf16 compute and fp32 reduction. Fused AdamW and clipping are torch's, and for liger_dist under FSDP2
 those of ``liger-dist train``. LoRA: rank 16 on all linear layers, the frozen weights shared by all ways.
 
-``--ways`` also takes a budget of liger_dist's buffer for logits: ``liger_dist, 256 MiB``.
+``--ways`` also takes a budget of liger_dist's buffer for logits, ``liger_dist, 256 MiB``, and under FSDP2 the layers of
+a unit, ``liger_dist, 4 layers a unit`` and ``Hugging Face, 4 layers a unit``; without, liger_dist decides.
 
 ``host ms``: the time until the call returns, from an empty queue. ``kernels``: launches of one step.
 """
@@ -212,6 +213,7 @@ def make_training(way: str, shape: Shape, sharding: Sharding, frozen: dict[str, 
     model: Any = make_model(shape, sharding, frozen)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     is_compiled, is_ours = "compiled" in way, way.startswith("liger_dist")
+    per_unit = re.search(r"(\d+) layers? a unit", way)
     if way.startswith("Liger"):
         import liger_kernel.transformers
 
@@ -220,7 +222,11 @@ def make_training(way: str, shape: Shape, sharding: Sharding, frozen: dict[str, 
         budget = re.search(r"(\d+) MiB", way)
         config = liger_dist.WrapConfig(memory_budget=None if budget is None else int(budget[1]) * 2**20)
         if sharding == "fsdp2":
-            strategy: Any = liger_dist.FSDP2(param_dtype=torch.bfloat16, compile_layers=is_compiled)
+            strategy: Any = liger_dist.FSDP2(
+                param_dtype=torch.bfloat16,
+                compile_layers=is_compiled,
+                layers_per_unit="auto" if per_unit is None else int(per_unit[1]),
+            )
         else:
             strategy = "none"
             if is_compiled:
@@ -231,8 +237,10 @@ def make_training(way: str, shape: Shape, sharding: Sharding, frozen: dict[str, 
             layer.compile()
         if sharding == "fsdp2":
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-            for part in (*base.model.layers, model):
-                fully_shard(part, mp_policy=policy)
+            number, layers = 1 if per_unit is None else int(per_unit[1]), list(base.model.layers)
+            for start in range(0, len(layers), number):
+                fully_shard(layers[start : start + number], mp_policy=policy)
+            fully_shard(model, mp_policy=policy)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = (ShardedAdamW if is_ours and sharding == "fsdp2" else torch.optim.AdamW)(trained, lr=1e-5, fused=True)
     clip = liger_dist.clip_grad_norm_ if is_ours else nn.utils.clip_grad_norm_
