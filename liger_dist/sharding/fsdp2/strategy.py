@@ -86,8 +86,8 @@ class FSDP2(FullySharded):
     both."""
 
     layers_per_unit: LayersPerUnit = "auto"
-    """Consecutive decoder layers that are all-gathered and reduced together. "auto": as many as have 128 MiB in the
-    dtype in which they are gathered, which is one from about 70M parameters a layer on; at least four units. The
+    """Consecutive decoder layers that are all-gathered and reduced together. "auto": as many as have 192 MiB in the
+    dtype in which they are gathered, which is one from 100M parameters a layer on in bf16; at least four units. The
     parameters' names and checkpoints do not depend on it."""
 
     float8: Recipe | None = None

@@ -19,7 +19,7 @@ from liger_dist.model.structure import full_shape
 
 from .forward import unshard_in_backward
 
-UNIT_BYTES = 2**27
+UNIT_BYTES = 3 * 2**26
 """bytes from which on a unit is worth its collectives: measured for 0.6B to 8B on two to four H200 (docs/benchmarks.md,
 "FSDP2 units")"""
 LEAST_UNITS = 4
