@@ -26,10 +26,10 @@ from .record import Findings, is_wrapped
 from .sequences import check_sequence_parallel
 from .sharding import as_strategy, has_collectives
 from .sharding.base import Initializer, Strategy, Wrapper
+from .sharding.failed_sharding import check_not_failed
 from .sharding.fsdp2.loading import refuse_loaded_shards
 from .sharding.fsdp2.strategy import FSDP2
 from .sharding.fsdp_options import FullySharded
-from .sharding.half_sharded import check_not_failed
 from .sharding.materialize import is_meta
 from .sharding.mesh import Mesh
 from .sharding.process_groups import gathered

@@ -32,19 +32,19 @@ from .sequences import guard_decoder
 from .sharding import encoders, resharding
 from .sharding.accelerate import mark_sharded, unmark_sharded
 from .sharding.base import Strategy, Wrapper
+from .sharding.failed_sharding import refuse_half_sharded, storage_state
 from .sharding.fsdp_options import FullySharded
-from .sharding.half_sharded import refuse_half_sharded, storage_state
 from .sharding.materialize import values_of_rank_0
 from .sharding.mesh import Mesh
-from .sharding.sequence_parallel import detach
-from .sharding.single import Auto
-from .sharding.unreduced import (
+from .sharding.reduction_checks import (
     AVERAGING,
     allow_unreduced,
     refuse_adapters_later,
     refuse_unreduced,
     refuse_unreduced_later,
 )
+from .sharding.sequence_parallel import detach
+from .sharding.single import Auto
 from .sharding.vocab_parallel import release_communicators
 
 
