@@ -20,7 +20,7 @@ from .fused_head.recipe import LossRecipe, NotFusableError
 from .fused_layers.packed_calls import find_packing
 from .losses.spec import as_output_names
 from .model.compile import compiled_call
-from .model.peft import base_model_of, own_loss
+from .model.peft import base_model_of, loss_objection
 from .model.structure import Structure, find_structure, full_shape, initializer_of
 from .record import Findings, is_wrapped
 from .sequences import check_sequence_parallel
@@ -205,7 +205,7 @@ def _probe(
     if not config.fused_loss:
         return None, "WrapConfig(fused_loss=False)"
     try:
-        unfusable = structure.unfusable or own_loss(outer)
+        unfusable = structure.unfusable or loss_objection(outer)
         if unfusable is not None:
             raise NotFusableError(unfusable)
         with torch_defaults():

@@ -150,7 +150,7 @@ def _fuse(
     if shards_sequences(strategy):
         hooks.append(guard_decoder(decoder))
     undo.add(_remove_hooks, hooks)
-    loss.warnings.replaced_attention = attention.own
+    loss.warnings.replaced_attention = attention.original
     record = Wrapped(
         found=found,
         strategy=strategy,
@@ -241,7 +241,7 @@ def full_logits(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def own_layers(
+def original_layers(
     model: nn.Module, *, keeps_attention: bool = False, keeps_rows: bool = False
 ) -> Iterator[tuple[str, ...]]:
     """Within, a wrapped model has its own layers and attention, as before :func:`wrap`. Yields what it keeps of this
