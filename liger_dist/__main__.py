@@ -8,5 +8,5 @@ from .cli import main
 status = main()
 sys.stdout.flush()
 sys.stderr.flush()
-# Threads of a process group may outlive it and abort the interpreter's own shutdown; there is nothing left to do.
+# Threads of a process group may outlive it and abort the interpreter's shutdown; there is nothing left to do.
 os._exit(status)

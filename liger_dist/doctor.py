@@ -89,12 +89,12 @@ def of_all_processes(found: tuple[Finding, ...]) -> tuple[Finding, ...]:
     """All-gathers findings: returns those of this process, and problems of other processes (a collective)."""
     gathered = [(socket.gethostname(), found)] * dist.get_world_size()
     dist.all_gather_object(gathered, gathered[0])
-    others: dict[Finding, str] = {}
+    of_other_ranks: dict[Finding, str] = {}
     for rank, (name, findings) in enumerate(gathered):
         for finding in findings:
             if finding.verdict != "ok" and finding not in found:
-                others.setdefault(finding, f"rank {rank} on {name}")
-    return (*found, *(replace(finding, what=f"{finding.what}, {where}") for finding, where in others.items()))
+                of_other_ranks.setdefault(finding, f"rank {rank} on {name}")
+    return (*found, *(replace(finding, what=f"{finding.what}, {where}") for finding, where in of_other_ranks.items()))
 
 
 def versions() -> Iterator[Finding]:
@@ -184,12 +184,12 @@ def kernels() -> Iterator[Finding]:
     try:
         loss = linear_cross_entropy(hidden, weight, labels)
         assert isinstance(loss, torch.Tensor)
-        (own,) = torch.autograd.grad(loss, hidden)
+        (computed,) = torch.autograd.grad(loss, hidden)
     except Exception as fault:  # Whatever a compiler or driver raises is the finding.
         remedy = "is there a C compiler for Triton (CC), and room in its cache (TRITON_CACHE_DIR)?"
         yield Finding("kernels", f"{way}: {type(fault).__name__}: {str(fault)[:200]}", "wrong", remedy)
         return
-    error = float((own - gradient).norm() / gradient.norm())
+    error = float((computed - gradient).norm() / gradient.norm())
     if error < 1e-2:
         yield Finding("kernels", f"{way}, relative error of a gradient {error:.1e}")
     else:

@@ -112,10 +112,10 @@ def _labels(model: nn.Module, record: Wrapped) -> str | None:
     recipe = record.found.recipe
     if recipe is not None and recipe.targets == "same":
         return "the forward does not shift them: each token is scored against its own label"
-    # A loss that is not fused divides where it is transformers' own.
+    # A loss that is not fused divides where it is transformers' loss.
     code: Any = getattr(unwrap(original_forward_of(model)), "__code__", None)
-    calls_own = code is None or "loss_function" in code.co_names
-    if calls_own if recipe is None else recipe.takes_num_items:
+    calls_original = code is None or "loss_function" in code.co_names
+    if calls_original if recipe is None else recipe.takes_num_items:
         return None
     return "the forward computes the mean over those of the call and ignores num_items_in_batch"
 

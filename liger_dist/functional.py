@@ -131,8 +131,8 @@ def _show_keywords(function: Any) -> None:
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
         for name, field in defaults.items()
     ]
-    own = [p for p in shown.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-    function.__signature__ = shown.replace(parameters=[*own, *keywords])
+    named = [p for p in shown.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    function.__signature__ = shown.replace(parameters=[*named, *keywords])
 
 
 _show_keywords(linear_cross_entropy)

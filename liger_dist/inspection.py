@@ -20,16 +20,16 @@ from .fused_head.recipe import LossRecipe, NotFusableError
 from .fused_layers.packed_calls import find_packing
 from .losses.spec import as_output_names
 from .model.compile import compiled_call
-from .model.peft import base_model_of, own_loss
+from .model.peft import base_model_of, loss_objection
 from .model.structure import Structure, find_structure, full_shape, initializer_of
 from .record import Findings, is_wrapped
 from .sequences import check_sequence_parallel
 from .sharding import as_strategy, has_collectives
 from .sharding.base import Initializer, Strategy, Wrapper
+from .sharding.failed_sharding import check_not_failed
 from .sharding.fsdp2.loading import refuse_loaded_shards
 from .sharding.fsdp2.strategy import FSDP2
 from .sharding.fsdp_options import FullySharded
-from .sharding.half_sharded import check_not_failed
 from .sharding.materialize import is_meta
 from .sharding.mesh import Mesh
 from .sharding.process_groups import gathered
@@ -206,7 +206,7 @@ def _probe(
     if not config.fused_loss:
         return None, "WrapConfig(fused_loss=False)"
     try:
-        unfusable = structure.unfusable or own_loss(outer)
+        unfusable = structure.unfusable or loss_objection(outer)
         if unfusable is not None:
             raise NotFusableError(unfusable)
         with torch_defaults():

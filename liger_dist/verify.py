@@ -32,7 +32,7 @@ from .sharding.fsdp2.strategy import unfinished_reduction
 from .sharding.process_groups import sentences_of_all_ranks
 from .sharding.reentrant_layers import is_reentrant
 from .sharding.sequence_parallel import SequenceAxis, detached, sequence_axis_of
-from .wrap import full_logits, own_layers
+from .wrap import full_logits, original_layers
 
 TOLERANCES: dict[torch.dtype | None, float] = {torch.float64: 1e-5, torch.float32: 1e-4}
 """of gradients, relative L2; 16-bit dtypes are held to 2e-2"""
@@ -131,7 +131,7 @@ class _Passes:
     """fused, with twice the loss"""
     unfused: _Pass
     """on full logits"""
-    own: _Pass
+    original: _Pass
     """on full logits, with the model's own layers and attention"""
     other: _Pass | None
     """fused, with the texts in other rows"""
@@ -198,13 +198,13 @@ def verify(
         gradient_error=errors.of(list(fused.gradients)),
         worst_parameter=errors.worst(),
         linearity_error=linearity.of(heads if errors.reach(heads) else list(fused.gradients)),
-        own_loss=float(passes.own.loss),
-        own_gradient_error=GradientErrors(fused.gradients, passes.own.gradients).of(list(fused.gradients)),
+        own_loss=float(passes.original.loss),
+        own_gradient_error=GradientErrors(fused.gradients, passes.original.gradients).of(list(fused.gradients)),
         kept=passes.kept,
         other_rows=passes.other_rows,
         other_rows_error=None
         if passes.other is None
-        else GradientErrors(passes.other.gradients, passes.own.gradients).of(list(fused.gradients)),
+        else GradientErrors(passes.other.gradients, passes.original.gradients).of(list(fused.gradients)),
         losses=tuple(zip(fused.losses, unfused.losses, strict=False)),
         tolerance=_tolerance(fused),
         problems=(),
@@ -266,22 +266,24 @@ def _passes(model: nn.Module, batch: dict[str, Any], teacher: nn.Module | None, 
         fused = replace(fused, loss=_mean(fused.loss, axis))
     unfused = _run_unfused(model, batch, teacher, axis)
     is_whole = teacher is not None or axis is not None or record_of(inner_model(model)).loss.is_encoder_decoder
-    own_batch, other_batch, reason = _in_other_rows(model, batch, is_whole=is_whole, draws=fused.draws)
-    with _own_layers(model, own_batch, is_whole=is_whole) as kept:
-        own = _run_unfused(model, own_batch, teacher, axis)
+    original_batch, other_batch, reason = _in_other_rows(model, batch, is_whole=is_whole, draws=fused.draws)
+    with _original_layers(model, original_batch, is_whole=is_whole) as kept:
+        original = _run_unfused(model, original_batch, teacher, axis)
     # On every rank: a collective.
-    agrees = _agrees(fused, own)
-    if own_batch is batch and not agrees:
+    agrees = _agrees(fused, original)
+    if original_batch is batch and not agrees:
         reason = reason or "the batch itself has another gradient before wrap"
     reasons = sentences_of_all_ranks([reason] if reason else [])
     if reasons or other_batch is None:
-        return _Passes(fused, doubled, unfused, own, None, kept, reasons[0])
+        return _Passes(fused, doubled, unfused, original, None, kept, reasons[0])
     other = _run(model, lambda: model(**other_batch).loss)
-    return _Passes(fused, doubled, unfused, own, other, kept, "one row" if own_batch is batch else "separate rows")
+    return _Passes(
+        fused, doubled, unfused, original, other, kept, "one row" if original_batch is batch else "separate rows"
+    )
 
 
-def _agrees(fused: _Pass, own: _Pass) -> bool:
-    error = GradientErrors(fused.gradients, own.gradients).of(list(fused.gradients))
+def _agrees(fused: _Pass, original: _Pass) -> bool:
+    error = GradientErrors(fused.gradients, original.gradients).of(list(fused.gradients))
     return error <= OF_LAYERS * _tolerance(fused)
 
 
@@ -343,7 +345,7 @@ def _counts_padding(model: nn.Module) -> bool:
 
 
 @contextmanager
-def _own_layers(model: nn.Module, batch: dict[str, Any], *, is_whole: bool) -> Iterator[tuple[str, ...]]:
+def _original_layers(model: nn.Module, batch: dict[str, Any], *, is_whole: bool) -> Iterator[tuple[str, ...]]:
     """Within, the model is as it was before :func:`wrap`, for ``batch``. Yields what it keeps of this library's, which
     packed documents and rows with padding before their text need."""
     record = record_of(inner_model(model))
@@ -351,7 +353,7 @@ def _own_layers(model: nn.Module, batch: dict[str, Any], *, is_whole: bool) -> I
     found = read_documents(batch) if is_recurrent or not is_whole else None
     is_packed = batch.get(LENGTHS) is not None or (found is not None and found.is_packed)
     keeps_rows = is_recurrent and found is not None and rows_of(found) is not None
-    with own_layers(model, keeps_attention=is_packed, keeps_rows=keeps_rows) as kept:
+    with original_layers(model, keeps_attention=is_packed, keeps_rows=keeps_rows) as kept:
         yield kept
 
 
@@ -466,9 +468,9 @@ def _problems(seen: Verification) -> list[str]:
     # Written so that NaN is a problem.
     if not abs(seen.loss - seen.reference_loss) <= seen.tolerance * max(abs(seen.reference_loss), 1.0):
         problems.append(f"the fused loss is {seen.loss:.6f}, the model's own {seen.reference_loss:.6f}")
-    for number, (fused, own) in enumerate(seen.losses, 1):
-        if not abs(fused - own) <= seen.tolerance * max(abs(own), 1.0):
-            problems.append(f"loss {number} of the call is {fused:.6f} fused, the model's own {own:.6f}")
+    for number, (fused, original) in enumerate(seen.losses, 1):
+        if not abs(fused - original) <= seen.tolerance * max(abs(original), 1.0):
+            problems.append(f"loss {number} of the call is {fused:.6f} fused, the model's own {original:.6f}")
     for error, what in (
         (seen.head_gradient_error, "lm_head's gradient differs from the model's own"),
         (seen.gradient_error, "the gradients differ from the model's own"),
@@ -530,7 +532,7 @@ def _problems_of_optimizer(model: nn.Module, optimizer: Any) -> list[str]:
     named = dict(model.named_parameters())
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     missing = [name for name, parameter in named.items() if parameter.requires_grad and id(parameter) not in held]
-    others = held - set(map(id, named.values()))
+    unread = held - set(map(id, named.values()))
     problems = []
     if missing:
         problems.append(
@@ -538,9 +540,9 @@ def _problems_of_optimizer(model: nn.Module, optimizer: Any) -> list[str]:
             + (f" and {len(missing) - 1} other parameters that require gradients" if len(missing) > 1 else "")
             + "; build it from model.parameters() after wrap, or freeze what it leaves out"
         )
-    if others:
+    if unread:
         problems.append(
-            f"{len(others)} parameters of the optimizer are not those of the model, which no forward reads; build it "
+            f"{len(unread)} parameters of the optimizer are not those of the model, which no forward reads; build it "
             "from model.parameters() after wrap"
         )
     return problems
@@ -599,8 +601,8 @@ def _objection_to_call(
 
 def _parameters_of_the_head(model: nn.Module, outer_head: nn.Module) -> list[str]:
     """Names of lm_head's parameters, or of the flat ones in which FSDP1 stores them."""
-    own = {id(parameter) for parameter in outer_head.parameters()}
-    return [name for name, p in model.named_parameters() if id(p) in own or fsdp1.is_flat(name)]
+    of_head = {id(parameter) for parameter in outer_head.parameters()}
+    return [name for name, p in model.named_parameters() if id(p) in of_head or fsdp1.is_flat(name)]
 
 
 def _agree(objection: str | None) -> None:

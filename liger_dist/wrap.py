@@ -32,19 +32,19 @@ from .sequences import guard_decoder
 from .sharding import encoders, resharding
 from .sharding.accelerate import mark_sharded, unmark_sharded
 from .sharding.base import Strategy, Wrapper
+from .sharding.failed_sharding import refuse_half_sharded, storage_state
 from .sharding.fsdp_options import FullySharded
-from .sharding.half_sharded import refuse_half_sharded, storage_state
 from .sharding.materialize import values_of_rank_0
 from .sharding.mesh import Mesh
-from .sharding.sequence_parallel import detach
-from .sharding.single import Auto
-from .sharding.unreduced import (
+from .sharding.reduction_checks import (
     AVERAGING,
     allow_unreduced,
     refuse_adapters_later,
     refuse_unreduced,
     refuse_unreduced_later,
 )
+from .sharding.sequence_parallel import detach
+from .sharding.single import Auto
 from .sharding.vocab_parallel import release_communicators
 
 
@@ -150,7 +150,7 @@ def _fuse(
     if shards_sequences(strategy):
         hooks.append(guard_decoder(decoder))
     undo.add(_remove_hooks, hooks)
-    loss.warnings.replaced_attention = attention.own
+    loss.warnings.replaced_attention = attention.original
     record = Wrapped(
         found=found,
         strategy=strategy,
@@ -241,7 +241,7 @@ def full_logits(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def own_layers(
+def original_layers(
     model: nn.Module, *, keeps_attention: bool = False, keeps_rows: bool = False
 ) -> Iterator[tuple[str, ...]]:
     """Within, a wrapped model has its own layers and attention, as before :func:`wrap`. Yields what it keeps of this

@@ -152,10 +152,10 @@ class Call:
             raise LigerDistError(f"labels are {self.named.get('labels')!r}; expected a tensor of token ids [B, S].")
         if self.named.get("return_dict") is False:
             raise LigerDistError("return_dict is False, and a tuple has no place for a divergence; leave it out.")
-        others = [name for name in self.keywords if name != "token_weight"]
-        if others:
+        refused = [name for name in self.keywords if name != "token_weight"]
+        if refused:
             raise LigerDistError(
-                f"{others[0]} was given to a distillation loss, which has labels, num_items_in_batch, ignore_index, "
+                f"{refused[0]} was given to a distillation loss, which has labels, num_items_in_batch, ignore_index, "
                 "shift_labels and token_weight; leave it out."
             )
 
@@ -192,9 +192,9 @@ class Signature:
     """Signature of one model's forward, and of the modules that its further keyword arguments may reach."""
 
     def __init__(
-        self, model: nn.Module, *, outputs: tuple[str, ...], own_smoothing: float, host_keywords: frozenset[str]
+        self, model: nn.Module, *, outputs: tuple[str, ...], original_smoothing: float, host_keywords: frozenset[str]
     ) -> None:
-        self._own_smoothing = own_smoothing
+        self._original_smoothing = original_smoothing
         parameters = signature(model.forward).parameters
         self.names = tuple(parameters)
         self.takes_more = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values())
@@ -252,12 +252,12 @@ class Signature:
 
     def _options(self, keywords: dict[str, Any]) -> tuple[str, ...]:
         """Names of the keywords that change the model's own loss."""
-        others = ("outputs", *ARGUMENTS_OF_OUTPUTS, DIFFERENTIABLE)
-        neutral = {"label_smoothing": self._own_smoothing, "z_loss": 0.0, "temperature": 1.0}
+        of_outputs = ("outputs", *ARGUMENTS_OF_OUTPUTS, DIFFERENTIABLE)
+        neutral = {"label_smoothing": self._original_smoothing, "z_loss": 0.0, "temperature": 1.0}
         return tuple(
             name
             for name, value in keywords.items()
-            if name not in others
+            if name not in of_outputs
             and value is not None
             and not (isinstance(value, int | float) and value == neutral.get(name))
         )

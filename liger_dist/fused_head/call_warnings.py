@@ -27,8 +27,8 @@ from .recipe import LossRecipe
 class CallWarnings:
     """What the calls of one model have been warned of."""
 
-    def __init__(self, *, others_wrap: bool) -> None:
-        self.others_wrap = others_wrap
+    def __init__(self, *, wrapped_by_caller: bool) -> None:
+        self.wrapped_by_caller = wrapped_by_caller
         """True if other code than :func:`liger_dist.wrap` may wrap the model in DDP or FSDP1"""
         self.replaced_attention: str | None = None
         """implementation of the model's own attention where another one is selected, whose hidden states of padding
@@ -42,14 +42,14 @@ class CallWarnings:
             self._warned.add(sentence)
             warnings.warn(sentence, stacklevel=2)
 
-    def of_unfused(self, model_name: str, reason: str, *, is_own: bool = False) -> None:
+    def of_unfused(self, model_name: str, reason: str, *, runs_original: bool = False) -> None:
         """Warns of a loss that is not fused.
 
         Args:
             reason: a clause.
-            is_own: adds that the model's own loss is computed, for a reason that does not say so.
+            runs_original: adds that the model's own loss is computed, for a reason that does not say so.
         """
-        addition = " The loss is the model's own." if is_own else ""
+        addition = " The loss is the model's own." if runs_original else ""
         self._once(f"liger_dist leaves the loss of {model_name} unfused: {reason}.{addition}")
 
     def of_earlier_forward(self, signature: Signature, config: WrapConfig, keywords: dict[str, Any]) -> None:

@@ -46,7 +46,7 @@ def intercepted(
         bias: ``[V]``, added to the logits; a buffer of the model.
     """
     before = vars(head).get("forward")
-    own = head.forward
+    original_forward = head.forward
     vocab_size = 0
 
     def carry(_: nn.Module, args: Any, output: Any) -> Any:
@@ -57,7 +57,11 @@ def intercepted(
     @untraced
     def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         nonlocal vocab_size
-        used = effective_head(head, own, hidden_states) if has_lora(head) else cast(nn.Linear, base_head(head))
+        used = (
+            effective_head(head, original_forward, hidden_states)
+            if has_lora(head)
+            else cast(nn.Linear, base_head(head))
+        )
         full = full_head(hidden_states, cast(Head, used))
         hidden, weight, offset = full
         if computes_in_fp32(base_head(head)):

@@ -112,7 +112,7 @@ def _make_forward(base: Any) -> Callable[..., Any]:
             if loss_call is not None:
                 loss_call.release()
 
-    # These frames alone run in Python: torch.compile compiles the model's own forward.
+    # These frames alone run in Python: torch.compile compiles the model's original forward.
     return cast(Callable[..., Any], present_as(forward, base.forward))
 
 

@@ -59,7 +59,7 @@ class ComputesLoss(MadeAtRunTime, nn.Module):
             return type(self).forward(self, hidden_states, *args, **kwargs)
         call = current_call(vars(self).get(_WRAP_ID))
         if call is None or call.is_in_head or call.on_logits:
-            # A LoRA layer calls its base layer within its own call.
+            # A LoRA layer calls its base layer within its call.
             return self._logits(hidden_states, *args, **kwargs)
         if call.checkpoints is not None:
             _recompute_in(call)

@@ -354,7 +354,7 @@ def _at_any_length(name: str, operands: tuple[Any, ...], shape: torch.Size) -> t
         # After an ellipsis from the end.
         at = place - len(index) if any(one is Ellipsis for one in index[:place]) else place
         size, first, last = shape[at], item.start or 0, item.stop
-        # Numbers from the end stay as they are, others are counted from the nearer end.
+        # Numbers from the end stay as they are, other numbers are counted from the nearer end.
         is_clipped |= -first > size > 0 or (last is not None and last > size > 0)
         begin = "" if first == 0 or -first >= size else str(first)
         end = "" if last is None or last >= size else str(last if last < 0 else last - size)

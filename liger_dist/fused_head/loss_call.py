@@ -143,7 +143,7 @@ class LossCall:
     share: Callable[[LossCall, float], None] | None = None
     """of the first loss: lets it share one gradient of lm_head's weight, with its coefficient; None where a LoRA layer
     computes another weight for each loss"""
-    share_apart: Callable[[], None] = _nothing
+    share_separately: Callable[[], None] = _nothing
     """of the first loss: lets further losses share a gradient without this one"""
     further: Callable[[Tensor, float, bool], LossCall] = none_further
     """of the first loss: makes a further one from its aligned labels, its coefficient, and whether it is the last"""
@@ -202,7 +202,7 @@ class LossCall:
                 call.pending.node = None
             call.pending = None
         self.head_calls, self.checkpoints, self.next_loss = (), None, None
-        self.share, self.share_apart, self.further = None, _nothing, none_further
+        self.share, self.share_separately, self.further = None, _nothing, none_further
 
     def compute(self, head: nn.Module, hidden_states: Tensor, logits_of: Callable[[Tensor], Tensor]) -> Tensor:
         """Computes the loss inside lm_head's call; returns zero-width logits that carry it.
@@ -284,10 +284,10 @@ class LossCall:
     def check_arguments(self, given: dict[str, Any]) -> None:
         """Refuses a model that calls its loss function with other arguments than this loss was computed with. Tensors
         may have been moved in between, so that only their presence is compared."""
-        own, items = self.spec.num_items_in_batch, given.get("num_items_in_batch")
-        are_numbers = isinstance(own, int | float) and isinstance(items, int | float)
+        of_spec, items = self.spec.num_items_in_batch, given.get("num_items_in_batch")
+        are_numbers = isinstance(of_spec, int | float) and isinstance(items, int | float)
         differs = {
-            "num_items_in_batch": (items is None) != (own is None) or (are_numbers and items != own),
+            "num_items_in_batch": (items is None) != (of_spec is None) or (are_numbers and items != of_spec),
             "ignore_index": given.get("ignore_index", IGNORE_INDEX) != self.spec.options.ignore_index,
         }
         for name, is_other in differs.items():
@@ -323,8 +323,8 @@ class LossCall:
                 "the model, or wrap it with WrapConfig(fused_loss=False)."
             )
         assert pending.output is not None
-        # The graph of the others holds the pending loss, which must not hold them.
-        others, pending.others = pending.others, {}
+        # The graph of the further outputs holds the pending loss, which must not hold them.
+        further_outputs, pending.further_outputs = pending.further_outputs, {}
         found: dict[str, Tensor] = {}
         for name in self.outputs:
             if name == TOKEN_ACCURACY:
@@ -332,7 +332,7 @@ class LossCall:
                 counted = (self.labels != self.spec.options.ignore_index).sum()
                 found[name] = pending.output.is_top1.sum() / counted.to(pending.output.is_top1.device).clamp(min=1)
             else:
-                found[name] = others.get(name, getattr(pending.output, name))
+                found[name] = further_outputs.get(name, getattr(pending.output, name))
         return found
 
 
@@ -343,10 +343,10 @@ class PendingLoss:
     call: LossCall
     output: LossOutput | None = None
     """the finished loss, outside of the graph"""
-    others: dict[str, Tensor] = field(default_factory=dict)
+    further_outputs: dict[str, Tensor] = field(default_factory=dict)
     """further outputs that carry gradients"""
     upstream: tuple[Tensor | None, ...] = field(default=(), repr=False)
-    """gradients of the loss and of ``others``"""
+    """gradients of the loss and of ``further_outputs``"""
     delivered: bool = False
     """True when the loss function has returned it"""
     node: Any = field(default=None, repr=False)
@@ -408,9 +408,9 @@ class PendingLoss:
         else:
             self._check_targets(targets, is_aligned=is_aligned)
         self.delivered = True
-        loss, *others = _LogitsToLoss.apply(logits, self)  # type: ignore[no-untyped-call]
+        loss, *further_outputs = _LogitsToLoss.apply(logits, self)  # type: ignore[no-untyped-call]
         self.node = loss.grad_fn
-        self.others = dict(zip(self.call.spec.differentiable_outputs, others, strict=True))
+        self.further_outputs = dict(zip(self.call.spec.differentiable_outputs, further_outputs, strict=True))
         return cast(Tensor, loss)
 
     def _with_buffer(self, recipe: LossRecipe) -> LossRecipe:

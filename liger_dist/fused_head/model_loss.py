@@ -78,7 +78,7 @@ class FusedLoss:
         self.signature = Signature(
             model,
             outputs=config.outputs,
-            own_smoothing=smoothing if recipe is None else recipe.label_smoothing,
+            original_smoothing=smoothing if recipe is None else recipe.label_smoothing,
             host_keywords=hosts.keywords,
         )
         self.wrapper_redirect: WrapperRedirect | None = None
@@ -86,12 +86,12 @@ class FusedLoss:
         self.loss_module = None if recipe is None else recipe.owner
         """name of the module whose ``loss_function`` gets the logits, or None"""
         module = self._loss_module_of(model)
-        self.own_loss_function: Callable[..., Tensor] | None = getattr(module, "loss_function", None)
+        self.original_loss_function: Callable[..., Tensor] | None = getattr(module, "loss_function", None)
         """as it was when the recipe was found"""
-        self._own_loss_function_now = self.own_loss_function
-        self._had_own_loss_function = module is not None and "_loss_function" in vars(module)
+        self._original_loss_function_now = self.original_loss_function
+        self._had_original_loss_function = module is not None and "_loss_function" in vars(module)
         self.is_encoder_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
-        self.warnings = CallWarnings(others_wrap=strategy == "auto")
+        self.warnings = CallWarnings(wrapped_by_caller=strategy == "auto")
         self._read_early: tuple[object, PackedCall] | None = None
         """arguments of a call and its documents, from :meth:`check_early` to :meth:`begin`"""
         self._has_scored = False
@@ -112,8 +112,8 @@ class FusedLoss:
             self.wrapper_redirect.remove()
         module: Any = self._loss_module_of(model)
         if module is not None and self.has_installed(model):
-            if self._had_own_loss_function:
-                module.loss_function = self.own_loss_function
+            if self._had_original_loss_function:
+                module.loss_function = self.original_loss_function
             else:
                 del module._loss_function
         if self.recipe is not None:
@@ -242,10 +242,10 @@ class FusedLoss:
         if self.recipe is None:
             assert self.unfused_reason is not None
             if call.keywords:
-                own: Any = getattr(model, "loss_function", nn.functional.cross_entropy)
-                call.kwargs.update(options_for(own, call, reason=self.unfused_reason))
+                original: Any = getattr(model, "loss_function", nn.functional.cross_entropy)
+                call.kwargs.update(options_for(original, call, reason=self.unfused_reason))
             return None
-        self._own_loss_function_now = self._read_own_loss_function(model)
+        self._original_loss_function_now = self._read_original_loss_function(model)
         mode = self._mode()
         if isinstance(mode, Distillation):
             call = call.distilled(mode)
@@ -263,15 +263,20 @@ class FusedLoss:
         if reason is not None and call.distillation is not None:
             self.refuse_distillation(reason)
         if reason is not None and not wants_logits:
-            self.warnings.of_unfused(call.model_name, reason, is_own=in_use.unfusable is None)
-        if in_use.adapter is not None and self.warnings.others_wrap and dist.is_initialized() and not is_transformed():
+            self.warnings.of_unfused(call.model_name, reason, runs_original=in_use.unfusable is None)
+        if (
+            in_use.adapter is not None
+            and self.warnings.wrapped_by_caller
+            and dist.is_initialized()
+            and not is_transformed()
+        ):
             self.warnings.check_wrapper(model, in_use.adapter)
         if reason is None and not wants_logits:
             return call, in_use, False
         if asked and in_use.adapter is not None and self._can_score(model):
             return call, in_use, True
         if asked:
-            call.kwargs.update(self._keywords_of_own_loss(model, call, asked, reason or "logits are asked for"))
+            call.kwargs.update(self._keywords_of_original_loss(model, call, asked, reason or "logits are asked for"))
         return None
 
     def _wants_logits(self, model: nn.Module, call: Call, mode: Mode | None) -> bool:
@@ -319,20 +324,20 @@ class FusedLoss:
         if self.loss_module is not None and not self.has_installed(model):
             loss_function = vars(self._loss_module_of(model)).get("_loss_function")
             return f"its loss_function is {getattr(loss_function, '__qualname__', loss_function)} now"
-        if self._read_own_loss_function(model) is not self.own_loss_function:
+        if self._read_original_loss_function(model) is not self.original_loss_function:
             loss_type = getattr(self._loss_module_of(model), "loss_type", None)
             return f"its loss_type has another loss function since liger_dist.wrap: {loss_type}"
         return None
 
-    def _read_own_loss_function(self, model: nn.Module) -> Any:
+    def _read_original_loss_function(self, model: nn.Module) -> Any:
         """Returns the loss function that transformers chooses for the module by now."""
         module = self._loss_module_of(model)
         chosen = getattr(type(module), "loss_function", None)
-        if self._had_own_loss_function or not isinstance(chosen, property) or chosen.fget is None:
-            return self.own_loss_function
+        if self._had_original_loss_function or not isinstance(chosen, property) or chosen.fget is None:
+            return self.original_loss_function
         return chosen.fget(SimpleNamespace(loss_type=getattr(module, "loss_type", None)))
 
-    def _keywords_of_own_loss(
+    def _keywords_of_original_loss(
         self, model: nn.Module, call: Call, asked: tuple[str, ...], reason: str
     ) -> dict[str, Any]:
         """Returns the options of a loss that is a function of the user, as keywords for it.
@@ -421,7 +426,7 @@ class FusedLoss:
             return made
 
         # A LoRA layer computes another weight in each call.
-        first.share, first.share_apart = None if first.has_lora else share, shared.clear
+        first.share, first.share_separately = None if first.has_lora else share, shared.clear
         first.further = partial(further, recipe=replace(recipe, changes=()))
         losses: list[LossCall | None] = [
             None
@@ -486,21 +491,21 @@ class FusedLoss:
     @untraced
     def loss_function(self, *args: Any, **kwargs: Any) -> Tensor:
         """Replaces the owner's loss function: the finished loss, or the owner's own for full logits."""
-        own = self._own_loss_function_now
-        assert own is not None
+        original = self._original_loss_function_now
+        assert original is not None
         logits = kwargs["logits"] if "logits" in kwargs else args[0]
         targets = kwargs["labels"] if "labels" in kwargs else args[1]
         shifted = kwargs.get("shift_labels")
         call = current_call(self.wrap_id)
         if call is not None and call.on_logits:
             is_first, call.losses_before = call.losses_before == 0, call.losses_before - 1
-            loss = score(call, logits, targets, shifted, own) if is_first else None
-            return note_loss(loss if loss is not None and call.alters_loss else own(*args, **kwargs))
+            loss = score(call, logits, targets, shifted, original) if is_first else None
+            return note_loss(loss if loss is not None and call.alters_loss else original(*args, **kwargs))
         pending = pending_of(call, logits)
         if pending is None:
             if not is_running(self.wrap_id):
                 self.warnings.of_earlier_forward(self.signature, self.config, kwargs)
-            return note_loss(own(*args, **kwargs))
+            return note_loss(original(*args, **kwargs))
         pending.call.check_arguments(dict(zip(_ARGUMENTS_OF_LOSSES, args, strict=False)) | kwargs)
         uses_shifted = shifted is not None and pending.call.recipe.targets != "same"
         is_aligned = uses_shifted or pending.call.recipe.targets == "same"

@@ -59,9 +59,9 @@ class WithoutLogits(WithOutputs):
         values = dict(self.items())
         if "logits" not in values:
             values["logits"] = FusedLogits.carrying(torch.empty(0), None, vocab_size=0)
-        own = [field.name for field in dataclasses.fields(cls)]
-        names = [name for name in own if name in values]
-        return tuple(values[name] for name in (*names, *(name for name in values if name not in own)))
+        declared = [field.name for field in dataclasses.fields(cls)]
+        names = [name for name in declared if name in values]
+        return tuple(values[name] for name in (*names, *(name for name in values if name not in declared)))
 
 
 def fused_output(output: Any, outputs: dict[str, Tensor], *, model_name: str, without_logits: bool) -> Any:

@@ -197,18 +197,18 @@ class _Probe:
         for name, usual in (("ignore_index", IGNORED), ("reduction", "mean"), ("weight", None)):
             if options.pop(name, usual) != usual:
                 raise NotFusableError(f"its forward passes another {name} to its loss")
-        others = [name for name, value in options.items() if value is not None]
-        if others:
-            raise NotFusableError(f"its forward passes {others[0]} to its loss")
+        unknown = [name for name, value in options.items() if value is not None]
+        if unknown:
+            raise NotFusableError(f"its forward passes {unknown[0]} to its loss")
         return {"owner": arrival.owner, "takes_num_items": items is not None, "label_smoothing": smoothing}
 
     def _further(self, arrivals: dict[int, Arrival], first: Arrival) -> dict[int, FurtherLabels]:
         """Finds the labels of the losses after the first one; runs the code once more with restarting positions."""
-        others = {call: arrival for call, arrival in arrivals.items() if call != first.call}
-        if not others:
+        further = {call: arrival for call, arrival in arrivals.items() if call != first.call}
+        if not further:
             return {}
         targets, _ = self._targets(first)
-        alone = {call: list(self._labels_of(arrival, None, targets)) for call, arrival in others.items()}
+        alone = {call: list(self._labels_of(arrival, None, targets)) for call, arrival in further.items()}
         if not self.takes("position_ids"):
             return {call: self._only(found) for call, found in alone.items()}
         position_ids = (torch.arange(PROBE_TOKENS) % (PROBE_TOKENS // 2)).repeat(PROBE_ROWS, 1)
@@ -428,9 +428,9 @@ class _Probe:
     def _noting(self, name: str, owner: nn.Module) -> Callable[..., Tensor]:
         from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
-        own_loss: Any = owner.loss_function
-        if own_loss not in (ForCausalLMLoss, ForMaskedLMLoss):
-            called = getattr(own_loss, "__qualname__", repr(own_loss))
+        original_loss: Any = owner.loss_function
+        if original_loss not in (ForCausalLMLoss, ForMaskedLMLoss):
+            called = getattr(original_loss, "__qualname__", repr(original_loss))
 
             def refuse(*args: Any, **kwargs: Any) -> Tensor:
                 raise NotFusableError(f"its loss_function is {called}, not one of transformers' token losses")
@@ -438,13 +438,13 @@ class _Probe:
             return refuse
 
         def note(*args: Any, **kwargs: Any) -> Tensor:
-            given = dict(signature(own_loss).bind(*args, **kwargs).arguments)
+            given = dict(signature(original_loss).bind(*args, **kwargs).arguments)
             given |= given.pop("kwargs", {})
             logits, targets = given["logits"], given["labels"]
-            shift_labels = given.get("shift_labels") if own_loss is ForCausalLMLoss else None
+            shift_labels = given.get("shift_labels") if original_loss is ForCausalLMLoss else None
             if shift_labels is not None:
                 targets = shift_labels
-            is_aligned = own_loss is ForMaskedLMLoss or shift_labels is not None
+            is_aligned = original_loss is ForMaskedLMLoss or shift_labels is not None
             if isinstance(logits, FusedLogits):
                 assert isinstance(logits.carried, _Carried)
                 return logits.carried.finish(logits, targets, is_aligned=is_aligned)

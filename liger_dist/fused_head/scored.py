@@ -15,12 +15,16 @@ from .loss_call import LossCall, PendingLoss, detached
 
 
 def score(
-    call: LossCall, logits: Tensor, targets: Tensor, shifted: Tensor | None, own_loss_function: Callable[..., Tensor]
+    call: LossCall,
+    logits: Tensor,
+    targets: Tensor,
+    shifted: Tensor | None,
+    original_loss_function: Callable[..., Tensor],
 ) -> Tensor:
     """Computes the loss of full logits ``[..., V]``, which the model's code has transformed.
 
     Args:
-        targets: those that the model gives its loss function, which shifts them as ``own_loss_function`` does.
+        targets: those that the model gives its loss function, which shifts them as ``original_loss_function`` does.
         shifted: targets that belong to the logits at their positions; None for none.
 
     Raises:
@@ -29,7 +33,7 @@ def score(
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     aligned = targets
-    if own_loss_function is ForCausalLMLoss:
+    if original_loss_function is ForCausalLMLoss:
         ignored = call.spec.options.ignore_index
         aligned = F.pad(targets[..., 1:], (0, 1), value=ignored) if shifted is None else shifted
     rows = logits.numel() // logits.shape[-1]
@@ -48,6 +52,6 @@ def score(
             execution=replace(call.execution, label_summary=None),
         )
     )
-    others = {name: getattr(output, name) for name in call.spec.differentiable_outputs}
-    call.pending = PendingLoss(call, output=detached(output), others=others, delivered=True)
+    further_outputs = {name: getattr(output, name) for name in call.spec.differentiable_outputs}
+    call.pending = PendingLoss(call, output=detached(output), further_outputs=further_outputs, delivered=True)
     return output.loss

@@ -57,7 +57,7 @@ from .sink_attention import sink_attention
 from .swap import is_of_framework
 
 NAME = "liger_dist"
-MASKED = {own: f"{NAME}_{own}" for own in ("eager", "sdpa")}
+MASKED = {implementation: f"{NAME}_{implementation}" for implementation in ("eager", "sdpa")}
 """by a model's own implementation, the one with the same attention and masks of packed documents"""
 VARLEN_DTYPES = (torch.bfloat16, torch.float16)
 MAX_HEAD_SIZE = 256
@@ -78,9 +78,9 @@ def register_attention() -> None:
 
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, document_mask)
-    for own, name in MASKED.items():
-        AttentionInterface.register(name, _eager_attention if own == "eager" else _sdpa_attention)
-        AttentionMaskInterface.register(name, partial(mask_with_documents, own))
+    for implementation, name in MASKED.items():
+        AttentionInterface.register(name, _eager_attention if implementation == "eager" else _sdpa_attention)
+        AttentionMaskInterface.register(name, partial(mask_with_documents, implementation))
     AttentionInterface.register(BY_LENGTHS, _tried_lengths)
 
 
@@ -178,8 +178,8 @@ def _is_of_transformers(hook: Any) -> bool:
 
 def _has_only_sinks(query: Tensor, key: Tensor, value: Tensor, dropout: float, kwargs: dict[str, Any]) -> bool:
     """True for attention of the tokens of a call to themselves that differs from others by sinks alone, on a GPU."""
-    others = ("output_attentions", "position_bias", *(name for name in EAGER_KEYWORDS if name != SINKS))
-    if kwargs.get(SINKS) is None or any(kwargs.get(name) not in (None, False) for name in others):
+    unsupported = ("output_attentions", "position_bias", *(name for name in EAGER_KEYWORDS if name != SINKS))
+    if kwargs.get(SINKS) is None or any(kwargs.get(name) not in (None, False) for name in unsupported):
         return False
     is_of_call = query.shape[2] == key.shape[2] > 1 and not is_replaced()
     return is_of_call and _has_varlen(query, value, dropout, _dtype_of(query))
@@ -229,13 +229,13 @@ def _sequence_parallel(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    own_mask: DocumentMask | Tensor | None,
+    local_mask: DocumentMask | Tensor | None,
     scaling: float | None,
     dropout: float,
     kwargs: dict[str, Any],
 ) -> Tensor:
     """Computes attention ``[B, s, H, D]`` over full sequences that are sharded on ``axis``, by two all-to-alls.
-    Document boundaries come from ``cu_seq_lens_q``; ``own_mask``, of this rank's tokens, may only be causal.
+    Document boundaries come from ``cu_seq_lens_q``; ``local_mask``, of this rank's tokens, may only be causal.
 
     Raises:
         LigerDistError: the model needs another mask or attention weights, or does not pass ``cu_seq_lens_q``.
@@ -244,9 +244,9 @@ def _sequence_parallel(
         raise LigerDistError(
             f"{type(module).__name__} got no cu_seq_lens_q: the model's layers do not pass it. Leave out the axis 'sp'."
         )
-    if isinstance(own_mask, Tensor):
+    if isinstance(local_mask, Tensor):
         raise LigerDistError(
-            f"{type(module).__name__} got a mask of shape {tuple(own_mask.shape)}, of this rank's tokens alone; on a "
+            f"{type(module).__name__} got a mask of shape {tuple(local_mask.shape)}, of this rank's tokens alone; on a "
             "mesh with an axis 'sp' attention is causal within documents and windows. Leave out the axis."
         )
     if kwargs.get("output_attentions") or any(kwargs.get(name) is not None for name in EAGER_KEYWORDS):
@@ -283,25 +283,25 @@ def _given(module: nn.Module, query: Tensor, kwargs: dict[str, Any], found: Docu
     window = kwargs.get("sliding_window") if found is None else found.window
     window = window if is_causal else None
     masks: dict[object, DocumentMask] = notes_on(given)
-    others = () if found is None else found.lengths
-    key = (query.device, query.shape[0], query.shape[2], others, window, is_causal)
+    further = () if found is None else found.lengths
+    key = (query.device, query.shape[0], query.shape[2], further, window, is_causal)
     if key not in masks:
-        masks[key] = _read_lengths(given, query, others, window=window, is_causal=is_causal)
+        masks[key] = _read_lengths(given, query, further, window=window, is_causal=is_causal)
     return masks[key]
 
 
-def _read_lengths(given: Tensor, query: Tensor, others: tuple[int, ...], **facts: Any) -> DocumentMask:
+def _read_lengths(given: Tensor, query: Tensor, further: tuple[int, ...], **facts: Any) -> DocumentMask:
     """Builds the documents' mask from cumulative lengths.
 
     Args:
-        others: lengths of documents, further boundaries.
+        further: lengths of documents, further boundaries.
 
     Raises:
         LigerDistError: the lengths do not end at the number of tokens.
     """
     rows = query.shape[0]
     read = read_lengths(given, rows * query.shape[2])
-    ends = sorted({0, *read, *accumulate(others)})
+    ends = sorted({0, *read, *accumulate(further)})
     lengths = tuple(end - start for start, end in pairwise(ends))
     if given.device == query.device and ends == read:
         return DocumentMask(lengths, given.to(torch.int32), rows=rows, **facts)

@@ -18,7 +18,7 @@ from liger_dist.trials.model_run import passes_masks_on
 from .attention import MASKED, NAME, register_attention
 from .document_mask import is_replaced, note_eager
 
-OWN = ("sdpa", "eager", NAME, *MASKED.values())
+REPLACEABLE = ("sdpa", "eager", NAME, *MASKED.values())
 """implementations that it may replace; another model with the same config may have selected "liger_dist" already"""
 EXPECTS_TENSORS = "its code expects masks that are tensors"
 SELECTED = "liger_dist: packed, padded and windowed sequences without a dense mask"
@@ -33,7 +33,7 @@ class AttentionSelection:
     """reason why the model keeps its original attention; None if "liger_dist" was selected"""
     config: Any = None
     """config of the text decoder"""
-    own: str | None = None
+    original: str | None = None
     """implementation before the selection"""
     selected: str | None = None
     """"liger_dist", or the model's own with masks of packed documents; None without a selection"""
@@ -48,7 +48,7 @@ class AttentionSelection:
         self._note()
 
     def _note(self) -> None:
-        if self.selected == NAME and self.own == "eager":
+        if self.selected == NAME and self.original == "eager":
             note_eager(self.config)
 
     def __str__(self) -> str:
@@ -67,7 +67,7 @@ class AttentionSelection:
         """Selects the previous implementation of the decoder within the context."""
         is_selected = self.is_selected()
         if is_selected:
-            _select(self.config, self.own)
+            _select(self.config, self.original)
         try:
             yield
         finally:
@@ -77,7 +77,7 @@ class AttentionSelection:
     def restore(self) -> None:
         """Selects the previous implementation of the decoder, unless another was selected since."""
         if self.is_selected():
-            _select(self.config, self.own)
+            _select(self.config, self.original)
 
 
 def select_attention(decoder: nn.Module, wanted: str | None, reason: str | None) -> AttentionSelection:
@@ -91,9 +91,9 @@ def select_attention(decoder: nn.Module, wanted: str | None, reason: str | None)
         return AttentionSelection(reason)
     register_attention()
     config: Any = decoder.config
-    own = config._attn_implementation
+    original = config._attn_implementation
     _select(config, wanted)
-    return AttentionSelection(reason, config, own, wanted)
+    return AttentionSelection(reason, config, original, wanted)
 
 
 def reason_against_varlen(model: nn.Module, structure: Structure, *, has_recurrent: bool) -> str | None:
@@ -123,12 +123,12 @@ def reason_against(model: nn.Module, decoder: nn.Module) -> str | None:
     outer: Any = getattr(model, "config", None)
     if not _is_config(config) or not _is_config(outer):
         return "it has no config of transformers"
-    own = config._attn_implementation
-    if own not in OWN:
-        return f"it is {own!r}"
+    original = config._attn_implementation
+    if original not in REPLACEABLE:
+        return f"it is {original!r}"
     if config is not outer and not _is_within(config, outer):
         return "its config is not a part of the model's"
-    if config is not outer and own == "eager":
+    if config is not outer and original == "eager":
         # Some of these models build the dense mask of their decoder themselves, and not the same as for "sdpa".
         return "it is 'eager' in a model of several parts"
     return _of_hosts() or _of_config(config) or _of_code(decoder) or _of_modules(decoder, config)
@@ -151,11 +151,11 @@ def _of_code(decoder: nn.Module) -> str | None:
     """Says why the decoder's code may not work with the implementation."""
     files = (sys.modules.get(cls.__module__) for cls in type(decoder).__mro__ if cls not in _bases())
     functions: list[Any] = [vars(file).get("ALL_ATTENTION_FUNCTIONS") for file in files if file is not None]
-    if not any(own is not None for own in functions):
+    if not any(functions_of_file is not None for functions_of_file in functions):
         return "its code does not use transformers' AttentionInterface"
     if not getattr(decoder, "_supports_flex_attn", False):
         return EXPECTS_TENSORS
-    if any(getattr(own, "_local_mapping", None) for own in functions):
+    if any(getattr(functions_of_file, "_local_mapping", None) for functions_of_file in functions):
         return "its file has attention functions that no other has"
     return None
 
@@ -165,8 +165,8 @@ def _of_modules(decoder: nn.Module, config: Any) -> str | None:
     implementation from its config, but the decoder builds the mask from the decoder's: copied layers have copies of it.
     ``is_causal`` of a module counts only without a mask."""
     for module in decoder.modules():
-        own = vars(module).get("config")
-        if _is_config(own) and own is not config and hasattr(module, "is_causal"):
+        module_config = vars(module).get("config")
+        if _is_config(module_config) and module_config is not config and hasattr(module, "is_causal"):
             return f"a {type(module).__name__} reads another config object than its decoder, as copied layers do"
         if vars(module).get("is_causal") is False:
             return f"is_causal of a {type(module).__name__} is False"

@@ -88,16 +88,16 @@ def causal_convolution(
 class Convolution:
     """Replacement of a function that computes a causal convolution, in the globals of one forward."""
 
-    def __init__(self, own: dict[str, Any], name: str, backend: Backend) -> None:
-        """Replaces the function ``name`` of the globals ``own`` of the forward that calls it."""
-        self.own, self.name, self.backend = own, name, backend
-        self.function: FunctionType = own[name]
+    def __init__(self, namespace: dict[str, Any], name: str, backend: Backend) -> None:
+        """Replaces the function ``name`` of the globals ``namespace`` of the forward that calls it."""
+        self.namespace, self.name, self.backend = namespace, name, backend
+        self.function: FunctionType = namespace[name]
         self._input = next(iter(signature(self.function).parameters))
         self._activation = self._activation_now()
 
     def is_current(self) -> bool:
         """True if neither the function nor its activation has been patched since."""
-        is_same = self.own.get(self.name, self.function) is self.function
+        is_same = self.namespace.get(self.name, self.function) is self.function
         return is_same and all(a is b for a, b in zip(self._activation, self._activation_now(), strict=True))
 
     def _activation_now(self) -> tuple[Any, ...]:
@@ -109,7 +109,7 @@ class Convolution:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.is_current():
-            return self.own[self.name](*args, **kwargs)
+            return self.namespace[self.name](*args, **kwargs)
         given: dict[str, Any] = dict(zip((self._input, *PARAMETERS), args, strict=False)) | kwargs
         x: Any = given.get(self._input)
         weight: Any = given.get("weight")
@@ -128,11 +128,11 @@ class Convolution:
         return causal_convolution(x, weight, bias, given.get("seq_idx"), activation=activation, backend=self.backend)
 
 
-def convolutions_of(forward: Any, own: dict[str, Any], backend: Backend) -> dict[str, Convolution]:
-    """Returns replacements, by name, of the functions among its globals ``own`` that ``forward`` calls for causal
+def convolutions_of(forward: Any, namespace: dict[str, Any], backend: Backend) -> dict[str, Convolution]:
+    """Returns replacements, by name, of the functions among its globals ``namespace`` that ``forward`` calls for causal
     convolutions."""
     called = called_functions(forward)
-    return {name: Convolution(own, name, backend) for name in called if is_causal_convolution(called[name])}
+    return {name: Convolution(namespace, name, backend) for name in called if is_causal_convolution(called[name])}
 
 
 @lru_cache(maxsize=64)

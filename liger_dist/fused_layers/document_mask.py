@@ -119,7 +119,7 @@ def document_mask(**arguments: Any) -> DocumentMask | Tensor | None:
     if _masks_are_replaced():
         implementation = "eager" if was_eager(arguments.get("config")) else "sdpa"
         return cast(Tensor | None, mask_with_documents(implementation, **arguments))
-    own: Callable[..., Tensor | None] = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+    original: Callable[..., Tensor | None] = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
     of_transformers = arguments
     arguments = _by_length(arguments)
     documents = _documents_in(arguments)
@@ -138,7 +138,7 @@ def document_mask(**arguments: Any) -> DocumentMask | Tensor | None:
         arguments, of_transformers = arguments | within, of_transformers | within
         is_simple = False
     if not _has_documents(arguments):
-        return own(**of_transformers)
+        return original(**of_transformers)
     length, window = arguments["q_length"], arguments.get("local_size")
     has_window = window is not None and window < length
     if is_simple and not has_window and given is None:
@@ -146,20 +146,20 @@ def document_mask(**arguments: Any) -> DocumentMask | Tensor | None:
         return mask_of((length,) * rows, arguments["device"], rows=rows) if is_sliced else None
     mask = _read(arguments)
     # A model that forbids None needs a tensor, to change it.
-    return own(**of_transformers) if mask is None or (mask.is_plain and not is_simple) else mask
+    return original(**of_transformers) if mask is None or (mask.is_plain and not is_simple) else mask
 
 
 @untraced
-def mask_with_documents(own: str, **arguments: Any) -> Any:
-    """Returns the mask that transformers builds for the implementation ``own``, and within the documents of the call
-    that runs: the mask function of a model that keeps its own attention."""
+def mask_with_documents(implementation: str, **arguments: Any) -> Any:
+    """Returns the mask that transformers builds for ``implementation``, and within the documents of the call that runs:
+    the mask function of a model that keeps its own attention."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     documents = _documents_in(_by_length(arguments))
     if documents is not None and documents.is_packed:
         within = _within(documents, _by_length(arguments))
         arguments = arguments | {"mask_function": within, "allow_is_causal_skip": False}
-    return ALL_MASK_ATTENTION_FUNCTIONS[own](**arguments)
+    return ALL_MASK_ATTENTION_FUNCTIONS[implementation](**arguments)
 
 
 def _documents_in(arguments: dict[str, Any]) -> Documents | None:
@@ -283,7 +283,7 @@ def _masks_are_replaced() -> bool:
     """True if another package builds the masks of "sdpa" or "eager"."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-    entries = (ALL_MASK_ATTENTION_FUNCTIONS[own] for own in ("sdpa", "eager"))
+    entries = (ALL_MASK_ATTENTION_FUNCTIONS[name] for name in ("sdpa", "eager"))
     return any(getattr(entry, "__module__", None) != "transformers.masking_utils" for entry in entries)
 
 

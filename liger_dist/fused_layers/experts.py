@@ -48,19 +48,19 @@ _TOKENS, _EXPERTS, _EXPERTS_OF_A_TOKEN, _HIDDEN, _FEATURES = 9, 3, 2, 4, 6
 class _Config:
     """Config of a module of experts with another implementation; all else is as in its own."""
 
-    def __init__(self, own: Any, implementation: str = NAME) -> None:
+    def __init__(self, original: Any, implementation: str = NAME) -> None:
         # Here, and not on import, which does not import transformers; pickles make one, too.
         _register()
-        vars(self).update(own=own, _experts_implementation=implementation)
+        vars(self).update(original=original, _experts_implementation=implementation)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(vars(self)["own"], name)
+        return getattr(vars(self)["original"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.own, name, value)
+        setattr(self.original, name, value)
 
     def __reduce__(self) -> Any:
-        return _Config, (self.own, self._experts_implementation)
+        return _Config, (self.original, self._experts_implementation)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,15 +172,15 @@ def _agrees(module: Any, match: ExpertsMatch) -> bool:
     """True if the model's own experts have the same output and gradients as these, with small parameters."""
     x, (index_TK, weight_TK), small = _small_case(match)
 
-    def own(x: Tensor, weight_TK: Tensor, *parameters: Tensor) -> Any:
+    def original(x: Tensor, weight_TK: Tensor, *parameters: Tensor) -> Any:
         with exchanged(module, dict(zip(small, parameters, strict=True)) | {"num_experts": _EXPERTS}):
-            return _own_experts(module, "eager")(module, x, index_TK, weight_TK)
+            return _original_experts(module, "eager")(module, x, index_TK, weight_TK)
 
     def compute(x: Tensor, weight_TK: Tensor, *parameters: Tensor) -> Tensor:
         tensors = _named(match, dict(zip(small, parameters, strict=True)))
         return experts(x, index_TK, weight_TK, tensors, options=replace(match.options, backend="reference"))
 
-    return agrees((x, weight_TK, *small.values()), own, compute, tolerance=TOLERANCE)
+    return agrees((x, weight_TK, *small.values()), original, compute, tolerance=TOLERANCE)
 
 
 def _small_case(match: ExpertsMatch) -> tuple[Tensor, tuple[Tensor, Tensor], dict[str, Tensor]]:
@@ -197,7 +197,7 @@ def _small_case(match: ExpertsMatch) -> tuple[Tensor, tuple[Tensor, Tensor], dic
     return torch.randn(_TOKENS, _HIDDEN, generator=generator), (index_TK, weight_TK), small
 
 
-def _own_experts(module: Any, implementation: str | None) -> Any:
+def _original_experts(module: Any, implementation: str | None) -> Any:
     """Returns the function of an implementation of transformers, which takes the module first; that of the module's
     class for "eager"."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -231,8 +231,8 @@ def experts_forward(
                 f"the implementation, the activation or the settings of a {type(module).__name__} have changed since "
                 "liger_dist.wrap, and LoRA on it is computed with it; call liger_dist.unwrap(model) and wrap it again."
             )
-        own = _own_experts(module, match.config.own._experts_implementation)
-        return own(module, hidden_states, top_k_index, top_k_weights)  # type: ignore[no-any-return]
+        original = _original_experts(module, match.config.original._experts_implementation)
+        return original(module, hidden_states, top_k_index, top_k_weights)  # type: ignore[no-any-return]
     tensors, options = _with_low_rank(_tensors(module, match), match.options, match, low_rank)
     return experts(hidden_states, top_k_index, top_k_weights, tensors, options=options)
 
@@ -243,14 +243,14 @@ def _not_swapped(module: Any) -> Any:
     Raises:
         LigerDistError: a config names this implementation.
     """
-    config = module.config.own if isinstance(module.config, _Config) else module.config
+    config = module.config.original if isinstance(module.config, _Config) else module.config
     if config._experts_implementation == NAME:
         raise LigerDistError(
             f"the experts of a {type(module).__name__} have the implementation {NAME!r}, which liger_dist.wrap selects "
             "for the modules that it has probed; call model.set_experts_implementation('grouped_mm'), and "
             "liger_dist.wrap(model)."
         )
-    return _own_experts(module, config._experts_implementation)
+    return _original_experts(module, config._experts_implementation)
 
 
 def _with_low_rank(
@@ -280,7 +280,7 @@ def _named(match: ExpertsMatch, parameters: dict[str, Tensor]) -> ExpertTensors:
 def _is_ready(module: nn.Module, match: ExpertsMatch, hidden_states: Tensor) -> bool:
     """True if the module is as it was matched, and its parameters are full ordinary tensors."""
     # The user may have selected another implementation since.
-    is_chosen = match.config.own._experts_implementation == match.implementation
+    is_chosen = match.config.original._experts_implementation == match.implementation
     if not is_chosen or is_transformed() or hidden_states.dim() != 2:
         return False
     if _gate_function(module) is not match.apply_gate or not _are_as_matched(module, match.attributes):
@@ -394,7 +394,7 @@ def _agrees_low_rank(module: Any, match: ExpertsMatch, name: str) -> bool:
     generator = torch.Generator().manual_seed(1)
     a, b = (torch.randn(*s, generator=generator) for s in ((2 * _EXPERTS, in_features), (out_features, 2 * _EXPERTS)))
 
-    def own(x: Tensor, a: Tensor, b: Tensor) -> Any:
+    def original(x: Tensor, a: Tensor, b: Tensor) -> Any:
         parts = small_layers(name, inside, a, b) | {"num_experts": _EXPERTS}
         of_inside = {"_parameters": parameters, "num_experts": _EXPERTS, "config": _Config(inside.config, "eager")}
         with exchanged(inside, of_inside):
@@ -406,7 +406,7 @@ def _agrees_low_rank(module: Any, match: ExpertsMatch, name: str) -> bool:
         tensors, options = _with_low_rank(_named(match, small), options, match, [low])
         return experts(x, *router, tensors, options=options)
 
-    return agrees((x, a, b), own, compute, tolerance=TOLERANCE)
+    return agrees((x, a, b), original, compute, tolerance=TOLERANCE)
 
 
 def _compute_low_rank(
@@ -427,8 +427,8 @@ def _compute_low_rank(
         return NotImplemented
     if not (is_local(a.weight) and is_local(b.weight)):
         return NotImplemented
-    own = LowRankMatrices(module.parameter_name, a.weight, b.weight, module.num_experts, module.scaling[name])
-    return module._modules["base_layer"](hidden_states, *args, low_rank=(*low_rank, own), **kwargs)
+    matrices = LowRankMatrices(module.parameter_name, a.weight, b.weight, module.num_experts, module.scaling[name])
+    return module._modules["base_layer"](hidden_states, *args, low_rank=(*low_rank, matrices), **kwargs)
 
 
 def refuse_merged_weights(model: nn.Module, strategy: str) -> None:

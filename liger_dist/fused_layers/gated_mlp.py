@@ -142,7 +142,7 @@ class GatedMatch(Match):
     gate_first: bool
     activation: Activation
     backend: Backend
-    others: dict[str, PartState]
+    remaining: dict[str, PartState]
     """other submodules of the module, such as the activation, when it was matched"""
     attributes: Attributes
     """attributes of the module when it was matched"""
@@ -152,13 +152,13 @@ class GatedMatch(Match):
     def of_twin(self, module: nn.Module) -> GatedMatch | None:
         if not self.attributes.are_those_of(module):
             return None
-        others = {}
-        for name, state in self.others.items():
+        remaining = {}
+        for name, state in self.remaining.items():
             twin = state.of_twin(module._modules[name])
             if twin is None:
                 return None
-            others[name] = twin
-        return replace(self, others=others)
+            remaining[name] = twin
+        return replace(self, remaining=remaining)
 
     def __str__(self) -> str:
         tiles = "" if self.tile_tokens is None else f", {self.tile_tokens} tokens at a time"
@@ -236,10 +236,10 @@ def _roles(module: nn.Module) -> Iterator[tuple[str, str | None, str]]:
     shapes = {name: projection_shape(child) for name, child in linears.items()}
     if len(linears) == 3:
         for down, (inside, outside) in ((name, shape) for name, shape in shapes.items() if shape):
-            others = [name for name in linears if name != down]
-            if all(shapes[name] == (outside, inside) for name in others):
-                yield others[0], others[1], down
-                yield others[1], others[0], down
+            remaining = [name for name in linears if name != down]
+            if all(shapes[name] == (outside, inside) for name in remaining):
+                yield remaining[0], remaining[1], down
+                yield remaining[1], remaining[0], down
     if len(linears) == 2:
         (first, in_first), (second, in_second) = ((name, shape) for name, shape in shapes.items() if shape)
         for both, wide, down, narrow in ((first, in_first, second, in_second), (second, in_second, first, in_first)):
@@ -256,21 +256,21 @@ def projection_shape(module: nn.Module | None) -> tuple[int, int] | None:
 def _explained(module: nn.Module, roles: tuple[str, str | None, str], backend: Backend) -> GatedMatch | None:
     gate, up, down = roles
     parts = ((name, part) for name, part in module._modules.items() if part is not None and name not in roles)
-    others = {name: PartState.of(part) for name, part in parts}
+    remaining = {name: PartState.of(part) for name, part in parts}
     attributes = Attributes(module)
-    of_roles = functools.partial(GatedMatch, gate=gate, up=up, down=down, others=others, attributes=attributes)
+    of_roles = functools.partial(GatedMatch, gate=gate, up=up, down=down, remaining=remaining, attributes=attributes)
     generator = torch.Generator().manual_seed(0)
     values = [[scale * torch.randn(1, 4, 8, generator=generator) for _ in range(2)] for scale in PROBE_SCALES]
     for gate_first, activation in product((True, False) if up is None else (True,), ACTIVATIONS):
         match = of_roles(gate_first=gate_first, activation=activation, backend=backend)
-        owns = [functools.partial(_own, module, match, training) for training in (False, True)]
+        originals = [functools.partial(_original, module, match, training) for training in (False, True)]
         compute = functools.partial(gated_activation, activation=activation, backend="reference")
-        if all(agrees(pair, own, compute, tolerance=TOLERANCE) for pair, own in product(values, owns)):
+        if all(agrees(pair, original, compute, tolerance=TOLERANCE) for pair, original in product(values, originals)):
             return match
     return None
 
 
-def _own(module: nn.Module, match: GatedMatch, training: bool, gate: Tensor, up: Tensor) -> Any:
+def _original(module: nn.Module, match: GatedMatch, training: bool, gate: Tensor, up: Tensor) -> Any:
     """Runs the module's original forward between its projections."""
     halves = (gate, up) if match.gate_first else (up, gate)
     given = {match.gate: gate, match.up: up} if match.up else {match.gate: torch.cat(halves, -1)}
@@ -278,7 +278,7 @@ def _own(module: nn.Module, match: GatedMatch, training: bool, gate: Tensor, up:
     parts: dict[str, nn.Module] = {name: Given(value, hidden_states) for name, value in given.items()}
     parts[match.down] = Given(None, hidden_states)
     with match.attributes.noting(module), ExitStack() as stack:
-        for name, state in match.others.items():
+        for name, state in match.remaining.items():
             # Without their hooks, which must not see the probe.
             parts[name] = StandIn(state.part, without_hooks)
             stack.enter_context(state.attributes.noting(state.part))
@@ -288,14 +288,14 @@ def _own(module: nn.Module, match: GatedMatch, training: bool, gate: Tensor, up:
 def _compute(module: nn.Module, match: GatedMatch, hidden_states: Any = None, *args: Any, **kwargs: Any) -> Any:
     if hidden_states is None or args or kwargs or not _is_as_probed(module, match):
         return NotImplemented
-    is_own = not has_kernels(hidden_states)
+    runs_original = not has_kernels(hidden_states)
     if match.tile_tokens is not None and _has_tiles(match.tile_tokens, hidden_states) and not hooks_rows(module):
         # The backward does not look at the match: the module may have been restored by then.
-        own = functools.partial(original_forward(module), module)
-        compute = own if is_own else functools.partial(_fused, module, match)
-        recompute = own if is_own else functools.partial(_fused, module, match, needs_values=False)
+        original = functools.partial(original_forward(module), module)
+        compute = original if runs_original else functools.partial(_fused, module, match)
+        recompute = original if runs_original else functools.partial(_fused, module, match, needs_values=False)
         return compute_in_tiles(module, compute, hidden_states, match.tile_tokens, recompute=recompute)
-    return NotImplemented if is_own else _fused(module, match, hidden_states)
+    return NotImplemented if runs_original else _fused(module, match, hidden_states)
 
 
 def _has_tiles(tile_tokens: int, hidden_states: Any) -> bool:
@@ -324,7 +324,7 @@ def _fused(module: nn.Module, match: GatedMatch, hidden_states: Tensor, *, needs
 
 def _is_as_probed(module: nn.Module, match: GatedMatch) -> bool:
     """True if the submodules that are no longer called are unchanged, and have no user hooks."""
-    return all(state.is_unchanged(module._modules.get(name)) for name, state in match.others.items())
+    return all(state.is_unchanged(module._modules.get(name)) for name, state in match.remaining.items())
 
 
 def _activate(gate: Tensor, activation: Activation) -> Tensor:

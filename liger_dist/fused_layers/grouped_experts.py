@@ -258,7 +258,7 @@ def experts(
         dtype = torch.get_autocast_dtype(device_type)
     x_TD = hidden_TD.to(dtype).contiguous()
     given = [None if tensor is None else tensor.to(dtype) for tensor in tensors]
-    # Products take weights of other layouts; kernels read all others.
+    # Products take weights of other layouts; kernels read every layout.
     given[2:] = [None if tensor is None else tensor.contiguous() for tensor in given[2:]]
     y = _Experts.apply(options, x_TD, index_TK.contiguous(), weight_TK.contiguous(), *given)  # type: ignore[no-untyped-call]
     result: Tensor = y.to(hidden_TD.dtype)

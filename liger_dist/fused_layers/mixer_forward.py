@@ -44,21 +44,22 @@ class MixerForward:
     def __init__(
         self, forward: Any, backend: Backend | None, *, reads_lengths: bool = False, fallbacks: bool = False
     ) -> None:
-        self._own: dict[str, Any] = unwrap(forward).__globals__
-        own = dict(self._own) if fallbacks else self._own  # Not what a run without weights calls meanwhile.
-        self.convolutions = {} if backend is None else convolutions_of(forward, own, backend)
+        self._namespace: dict[str, Any] = unwrap(forward).__globals__
+        # A copy: a run without weights exchanges functions of the module meanwhile.
+        namespace = dict(self._namespace) if fallbacks else self._namespace
+        self.convolutions = {} if backend is None else convolutions_of(forward, namespace, backend)
         self.ignores_lengths: set[str] = set()
         """functions of other packages that a call with fallbacks has reached without telling them lengths"""
         self._read: dict[str, FunctionType] = {}
         replaced: dict[str, Any] = {name: _Call(one, ("seq_idx",)) for name, one in self.convolutions.items()}
         for name, parameters in functions_of_lengths(forward).items() if reads_lengths else ():
             if name not in replaced:
-                function = self._read[name] = self._own[name]
+                function = self._read[name] = self._namespace[name]
                 replaced[name] = _EachDocumentAlone(function) if fallbacks else _Call(function, parameters)
         self.replaced = frozenset(replaced)
         if fallbacks:
-            others = {name: one for name, one in called_functions(forward).items() if installed_function(one)}
-            replaced |= {name: self._noted(name, others[name]) for name in others.keys() - replaced.keys()}
+            installed = {name: one for name, one in called_functions(forward).items() if installed_function(one)}
+            replaced |= {name: self._noted(name, installed[name]) for name in installed.keys() - replaced.keys()}
         self.left_because: str | None = None
         """reason why nothing is replaced"""
         try:
@@ -83,7 +84,7 @@ class MixerForward:
         """True if a call may get one row of several documents."""
         if not self._read or is_traced() or not has_kernels(hidden_states):
             return False
-        is_current = all(self._own.get(name) is function for name, function in self._read.items())
+        is_current = all(self._namespace.get(name) is function for name, function in self._read.items())
         return is_current and all(one.is_current() for one in self.convolutions.values())
 
     @contextmanager
@@ -138,8 +139,8 @@ class _EachDocumentAlone:
         ]
         outputs = []
         for of_document in zip(*parts, strict=True):
-            own_args, own_kwargs = tree_unflatten(list(of_document), structure)
-            outputs.append(tree_flatten(self._fallback(*own_args, **own_kwargs)))
+            document_args, document_kwargs = tree_unflatten(list(of_document), structure)
+            outputs.append(tree_flatten(self._fallback(*document_args, **document_kwargs)))
         leaves_of = zip(*(found for found, _ in outputs), strict=True)
         joined = [torch.cat(of, 1) if _is_of_tokens(of[0], lengths[0]) else None for of in leaves_of]
         return tree_unflatten(joined, outputs[0][1])

@@ -318,12 +318,12 @@ class _Context:
             if not _is_same(mapping[name], value):
                 stack.enter_context(swapped(mapping, name, value))
         for part, then in self.attributes:
-            own, now = vars(part), _attributes_of(part)
+            namespace, now = vars(part), _attributes_of(part)
             for name in now.keys() | then.keys():
                 if name not in then:
-                    stack.enter_context(_absent(own, name))
-                elif not (_is_same(now.get(name, _ABSENT), then[name]) or isinstance(own.get(name), Tensor)):
-                    stack.enter_context(swapped(own, name, then[name]))
+                    stack.enter_context(_absent(namespace, name))
+                elif not (_is_same(now.get(name, _ABSENT), then[name]) or isinstance(namespace.get(name), Tensor)):
+                    stack.enter_context(swapped(namespace, name, then[name]))
         for mode in [] if modes else self.modes:
             stack.enter_context(mode)
         stack.enter_context(self.autocasting(keeps_casts=True))
@@ -339,9 +339,9 @@ class _Context:
 def _attributes_of(part: nn.Module) -> dict[str, Any]:
     """Returns the attributes of a module that the code of its class mentions, but for tensors: :class:`_Weights`
     restores them, and engines exchange them."""
-    own, cls = vars(part), cast(Any, type(part))
-    read = own.keys() & (names_in(cls) | {"forward", "training"})
-    return {name: _copied(own[name]) for name in read if not isinstance(own[name], Tensor)}
+    namespace, cls = vars(part), cast(Any, type(part))
+    read = namespace.keys() & (names_in(cls) | {"forward", "training"})
+    return {name: _copied(namespace[name]) for name in read if not isinstance(namespace[name], Tensor)}
 
 
 def _copied(value: Any) -> Any:

@@ -194,10 +194,10 @@ def _explained_forward(trial: Trial[NormOptions]) -> NormOptions | None:
     """Returns options with which the forward is the module's, without rounding; None for none."""
     x = trial.inputs[0]
     with torch.no_grad():
-        expected = trial.own(trial.inputs, trial.parameters)
+        expected = trial.original(trial.inputs, trial.parameters)
         if not isinstance(expected, Tensor) or expected.shape != x.shape:
             return None
-        if not torch.equal(trial.own(trial.inputs, trial.parameters, training=True), expected):
+        if not torch.equal(trial.original(trial.inputs, trial.parameters, training=True), expected):
             return None
         numbers = {value for value in vars(trial.module).values() if isinstance(value, float) and 0 < value < 0.1}
         for eps in sorted(numbers | {torch.finfo(torch.float32).eps}):
@@ -213,7 +213,7 @@ def _keeps_layout(trial: Trial[NormOptions]) -> bool:
     x = trial.inputs[0].transpose(1, 2).contiguous().transpose(1, 2)
     with torch.no_grad():
         try:
-            strides: tuple[int, ...] = trial.own((x,), trial.parameters).stride()
+            strides: tuple[int, ...] = trial.original((x,), trial.parameters).stride()
         except RuntimeError:
             return False  # It views its input, and is never called that way.
     return strides == x.stride()
@@ -224,8 +224,10 @@ def _is_same_under_autocast(trial: Trial[NormOptions], options: NormOptions) -> 
         return trial.rounds_alike(options, torch.float32)
 
 
-def _agree(ours: Tensor, own: Tensor) -> bool:
-    return bool((ours - own).norm() <= TOLERANCE * own.norm()) and torch.allclose(ours, own, rtol=1e-4, atol=1e-5)
+def _agree(ours: Tensor, original: Tensor) -> bool:
+    return bool((ours - original).norm() <= TOLERANCE * original.norm()) and torch.allclose(
+        ours, original, rtol=1e-4, atol=1e-5
+    )
 
 
 def _compute(module: nn.Module, match: NormMatch, hidden_states: Any = None, *args: Any, **kwargs: Any) -> Any:

@@ -52,7 +52,7 @@ from liger_dist.trials.model_run import (
 )
 
 from .attention import MASKED, NAME, register_attention
-from .attention_selection import OWN, AttentionSelection, reason_against_varlen
+from .attention_selection import REPLACEABLE, AttentionSelection, reason_against_varlen
 from .document_mask import is_replaced
 from .recurrent import RecurrentLayers, find_recurrent_layers, has_convolution, runs_in_rows
 
@@ -110,11 +110,11 @@ class PackedCalls:
         self._name = type(model).__name__
         self._layers = structure.layers
         self._reason, self._attention_reasons = reason, attention_reasons
-        self._own_config = getattr(structure.decoder, "config", None)
+        self._decoder_config = getattr(structure.decoder, "config", None)
         self._selection: AttentionSelection | None = None
         self._outer = model
         self._text_row, self._is_right_by_itself = text_row, is_right_by_itself
-        self._has_image_positions = has_image_positions(self._own_config)
+        self._has_image_positions = has_image_positions(self._decoder_config)
 
     def install(
         self, outer: nn.Module, model: nn.Module, structure: Structure, selection: AttentionSelection
@@ -162,7 +162,7 @@ class PackedCalls:
             self._check(model, documents, documents.told_by, named)
         if self.recurrent is None:
             return PackedCall(documents, None)
-        # Generation is the model's own.
+        # Generation runs the model's original code.
         has_cache = any(named.get(name) is not None and named[name] is not False for name in (*CACHES, "use_cache"))
         rows = None if has_cache else rows_of(documents)
         return PackedCall(documents, rows, OF_DOCUMENTS if rows is None else ())
@@ -201,7 +201,7 @@ class PackedCalls:
         """The implementation of attention now; before it is selected, the one that will be."""
         if self._selection is None and self.wanted is not None:
             return self.wanted
-        return _implementation_of(self._own_config)
+        return _implementation_of(self._decoder_config)
 
     def _reason_of_positions(self, documents: Documents, named: dict[str, Any]) -> str | None:
         """Says why the positions of a call do not show the model's own attention its documents, as a clause."""
@@ -308,8 +308,10 @@ def find_packing(model: nn.Module, structure: Structure, *, varlen_attention: bo
         varlen_attention: True to select "liger_dist" attention where it computes the same as the model's.
     """
     config = getattr(structure.decoder, "config", None)
-    own = _implementation_of(config)
-    tried = BY_LENGTHS if own.startswith(FLASH) else own if own == "sdpa" and not is_replaced() else EAGER
+    original = _implementation_of(config)
+    tried = (
+        BY_LENGTHS if original.startswith(FLASH) else original if original == "sdpa" and not is_replaced() else EAGER
+    )
     mixers: tuple[type[nn.Module], ...] = ()
     reason = found = None
     text_row = False
@@ -329,12 +331,12 @@ def find_packing(model: nn.Module, structure: Structure, *, varlen_attention: bo
     wanted = NAME if varlen_reason is None else None
     reasons: dict[str, str | None] = {}
     if found is not None:
-        reasons = {own: _reason_in(found)}
-        if own in OWN:
+        reasons = {original: _reason_in(found)}
+        if original in REPLACEABLE:
             # The same masks, should another of them be set later.
-            reasons |= dict.fromkeys(MASKED, reasons[own])
-        masked = _masked(own)
-        if reasons[own] is None:
+            reasons |= dict.fromkeys(MASKED, reasons[original])
+        masked = _masked(original)
+        if reasons[original] is None:
             reasons[NAME] = None
         elif masked is not None and not is_replaced():
             reasons[masked] = reasons[NAME] = _reason_with(model, structure, mixers, masked)
@@ -349,7 +351,7 @@ def find_packing(model: nn.Module, structure: Structure, *, varlen_attention: bo
         attention_reasons=reasons,
         wanted=wanted,
         varlen_reason=varlen_reason,
-        is_right_by_itself=not (mixers or text_row) and reasons.get(own, reason) is None,
+        is_right_by_itself=not (mixers or text_row) and reasons.get(original, reason) is None,
         text_row=text_row,
     )
 
@@ -387,12 +389,12 @@ def _reason_with(
         return f"its forward does not run on made-up values of packed documents ({error})"
 
 
-def _masked(own: str) -> str | None:
+def _masked(original: str) -> str | None:
     """Returns the implementation that adds masks of documents to a model's own; None if there is none. With a config
     that another wrapped model shares, the own one may be this library's already."""
-    if own in MASKED.values():
-        return own
-    return MASKED["eager"] if own == NAME else MASKED.get(own)
+    if original in MASKED.values():
+        return original
+    return MASKED["eager"] if original == NAME else MASKED.get(original)
 
 
 def has_image_positions(config: Any) -> bool:

@@ -171,11 +171,11 @@ class RecurrentLayers(Match):
         """Within, a call with these documents runs; None for rows of one text each."""
         self._in_backward.clear()
         self._last, self._copied_from = documents, None
-        with self.apart(documents):
+        with self.separated(documents):
             yield
 
     @contextmanager
-    def apart(self, documents: DocumentRows | None = None) -> Iterator[None]:
+    def separated(self, documents: DocumentRows | None = None) -> Iterator[None]:
         """Within, layers get tokens of these documents; None for rows of one text each."""
         token = _DOCUMENTS.set((*_DOCUMENTS.get(), (self, documents)))
         try:
@@ -342,7 +342,7 @@ def _compute(module: nn.Module, layers: RecurrentLayers, *args: Any, **kwargs: A
     if _has_state(args, kwargs, documents):
         return forward(module, *args, **kwargs)
     # A mixing module inside this one gets rows of single documents already.
-    with layers.apart():
+    with layers.separated():
         if forward.takes_lengths(hidden_states):
             return _in_one_row(forward, module, documents, args, kwargs)
         layout: Layout = "one call" if _has_collectives(module) else "few calls"

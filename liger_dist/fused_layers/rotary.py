@@ -182,17 +182,17 @@ def _sections(table: Tensor, sections: list[int]) -> Tensor:
 class _Call:
     """Replacement of one rotary function in the globals of one attention's forward."""
 
-    def __init__(self, own: dict[str, Any], name: str, convention: RotaryConvention, backend: Backend) -> None:
-        """Replaces the function ``name`` of the globals ``own`` of the forward that calls it."""
-        self.own, self.name, self.convention, self.backend = own, name, convention, backend
-        self.function: FunctionType = own[name]
+    def __init__(self, namespace: dict[str, Any], name: str, convention: RotaryConvention, backend: Backend) -> None:
+        """Replaces the function ``name`` of the globals ``namespace`` of the forward that calls it."""
+        self.namespace, self.name, self.convention, self.backend = namespace, name, convention, backend
+        self.function: FunctionType = namespace[name]
         self._helpers: dict[str, Any] = dict(called_functions(self.function))
         self._globals: dict[str, Any] = getattr(unwrap(self.function), "__globals__", {})
         self._parameters = signature(self.function).parameters
         self._required = {name for name, one in self._parameters.items() if one.default is Parameter.empty}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        current = self.own.get(self.name, self.function)
+        current = self.namespace.get(self.name, self.function)
         if current is not self.function:
             return current(*args, **kwargs)  # Patched since.
         for name, helper in self._helpers.items():
@@ -224,8 +224,8 @@ class RotaryMatch(Match):
         self._conventions = {name: convention for name, convention in conventions.items() if convention is not None}
         if not self._conventions:
             raise LeftAloneError("its rotary function is none of the known layouts")
-        own = unwrap(forward).__globals__
-        calls = {name: _Call(own, name, convention, backend) for name, convention in self._conventions.items()}
+        namespace = unwrap(forward).__globals__
+        calls = {name: _Call(namespace, name, convention, backend) for name, convention in self._conventions.items()}
         self.run = with_globals(forward, calls)
         """computes the module from the arguments of its forward"""
 
@@ -341,7 +341,7 @@ def _reproduces(function: Callable[..., Any], convention: RotaryConvention) -> b
     if "unsqueeze_dim" in parameters:
         given["unsqueeze_dim"] = convention.heads_dim
 
-    def own(*tensors: Tensor) -> Tensor:
+    def original(*tensors: Tensor) -> Tensor:
         outputs = function(**dict(zip(convention.tensors, tensors, strict=True)), **given)
         return outputs[None] if isinstance(outputs, Tensor) else torch.stack(outputs)
 
@@ -350,7 +350,7 @@ def _reproduces(function: Callable[..., Any], convention: RotaryConvention) -> b
         return None if arguments is None else torch.stack(rotary(**arguments, backend="reference"))
 
     values = [torch.randn(shape, generator=generator) for _ in convention.tensors]
-    return agrees(values, none_on_error(own), compute, tolerance=TOLERANCE)
+    return agrees(values, none_on_error(original), compute, tolerance=TOLERANCE)
 
 
 ROTARY = Kind(

@@ -288,7 +288,7 @@ def is_local(tensor: object) -> bool:
 def is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
     """True if only torch's ``F.linear`` of full ordinary tensors runs: no subclass, no hooks, no patches."""
     is_linear = type(module) is nn.Linear and "forward" not in vars(module) and nn.Linear.forward is _LINEAR_FORWARD
-    # DeepSpeed and others replace it by a Python function.
+    # DeepSpeed and other engines replace it by a Python function.
     is_linear = is_linear and isinstance(F.linear, BuiltinFunctionType)
     return is_linear and is_local(module.weight) and not _hooks(module)
 
@@ -309,8 +309,8 @@ def _class_for(kind: Kind, probed: ClassForward) -> Any:
         current: Forward = base.forward
         # Other code may have exchanged the class's forward, or still hold this one after the module was restored. A
         # compiler fuses a layer itself, and should not trace the checks that follow.
-        is_own = match is None or current is not probed_forward or (not takes_transforms and is_traced())
-        if is_own or not (match.attributes is None or match.attributes.are_those_of(self)):  # type: ignore[union-attr]
+        runs_original = match is None or current is not probed_forward or (not takes_transforms and is_traced())
+        if runs_original or not (match.attributes is None or match.attributes.are_those_of(self)):  # type: ignore[union-attr]
             return current(self, *args, **kwargs)
         result = compute(self, match, *args, **kwargs)
         return current(self, *args, **kwargs) if result is NotImplemented else result

@@ -68,7 +68,7 @@ def prepare(
     now = dict(model.named_parameters())
     for group, named in zip(groups, used, strict=True):
         given = zip(group["params"], named, strict=True)
-        group["params"] = [own if name is None else now[name] for own, name in given]
+        group["params"] = [parameter if name is None else now[name] for parameter, name in given]
     del now
     prepared: nn.Module | tuple[object, ...] = accelerator.prepare(model, *others)
     return prepared

@@ -28,10 +28,10 @@ from liger_dist.wrap import unwrap, wrap
 
 from .deepspeed_section import NAME, read_section
 
-_own: Callable[..., tuple[Any, ...]] = deepspeed.initialize
+_original: Callable[..., tuple[Any, ...]] = deepspeed.initialize
 
 
-@functools.wraps(_own)
+@functools.wraps(_original)
 def initialize(
     *args: Any, **kwargs: Any
 ) -> tuple[deepspeed.DeepSpeedEngine, Optimizer, Iterable[object] | None, object]:
@@ -42,11 +42,11 @@ def initialize(
         LigerDistError: a section or a model that is refused, see :func:`.deepspeed_section.read_section`; the model is
             unchanged.
     """
-    given = inspect.signature(_own).bind(*args, **kwargs).arguments
+    given = inspect.signature(_original).bind(*args, **kwargs).arguments
     wanted = config_of(given)
     model = given.get("model")
     if wanted is None or model is None:
-        return _own(*args, **kwargs)
+        return _original(*args, **kwargs)
     if isinstance(model, PipelineModule):
         raise LigerDistError(
             f"the model is a PipelineModule, whose last stage computes the loss itself; leave {NAME} out of the "
@@ -54,7 +54,7 @@ def initialize(
         )
     wrap(model, "deepspeed", config=wanted)
     try:
-        return _own(*args, **kwargs)
+        return _original(*args, **kwargs)
     except BaseException:
         unwrap(model)
         raise
@@ -64,7 +64,7 @@ def config_of(given: dict[str, Any]) -> WrapConfig | None:
     """Reads the section from the arguments of ``deepspeed.initialize``."""
     config = given.get("config") or given.get("config_params") or getattr(given.get("args"), "deepspeed_config", None)
     if isinstance(config, str):
-        # A path, or the JSON itself in base64, as the launchers pass it; DeepSpeed itself reports errors in others.
+        # A path, or the JSON itself in base64, as the launchers pass it; DeepSpeed reports errors in other values.
         is_path = os.path.exists(config)
         try:
             config = hjson.loads(Path(config).read_text() if is_path else base64.urlsafe_b64decode(config).decode())
@@ -80,7 +80,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    deepspeed.initialize = _own
+    deepspeed.initialize = _original
 
 
 def run(command: Sequence[str]) -> NoReturn:

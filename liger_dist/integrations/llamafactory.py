@@ -60,34 +60,36 @@ def fused_trainers(config: WrapConfig | None = None, *, lm_head: LMHead = "gathe
             stack.enter_context(patched(tuner, f"run_{stage}", run))
         for stage in OTHER_STAGES:
             stack.enter_context(patched(tuner, f"run_{stage}", functools.partial(_refuse, stage)))
-        own = loader.apply_liger_kernel
-        stack.enter_context(patched(loader, "apply_liger_kernel", functools.partial(_without_liger, own)))
+        original = loader.apply_liger_kernel
+        stack.enter_context(patched(loader, "apply_liger_kernel", functools.partial(_without_liger, original)))
         yield
 
 
-def _fusing(own: Callable[..., None], config: WrapConfig | None, lm_head: LMHead) -> Callable[..., None]:
-    @functools.wraps(own)
+def _fusing(original: Callable[..., None], config: WrapConfig | None, lm_head: LMHead) -> Callable[..., None]:
+    @functools.wraps(original)
     def make_and_fuse(self: Any, *args: Any, **kwargs: Any) -> None:
-        own(self, *args, **kwargs)
+        original(self, *args, **kwargs)
         fuse(self, config, lm_head=lm_head)
-        if getattr(self.data_collator, "block_diag_attn", False) and _keeps_documents_apart(self.model):
+        if getattr(self.data_collator, "block_diag_attn", False) and _separates_documents(self.model):
             self.data_collator = _without_dense_mask(self.data_collator)
 
     return make_and_fuse
 
 
-def _wrapping(stage: str, own: Callable[..., None], config: WrapConfig | None, lm_head: LMHead) -> Callable[..., None]:
-    @functools.wraps(own)
+def _wrapping(
+    stage: str, original: Callable[..., None], config: WrapConfig | None, lm_head: LMHead
+) -> Callable[..., None]:
+    @functools.wraps(original)
     def run(*args: Any, **kwargs: Any) -> None:
         # LLaMA-Factory imports it here too: not every release of TRL has the names that its module needs.
         trainer = getattr(import_module(f"llamafactory.train.{stage}.trainer"), PREFERENCES[stage])
         with models_wrapped_for(trainer, config, lm_head):
-            own(*args, **kwargs)
+            original(*args, **kwargs)
 
     return run
 
 
-def _keeps_documents_apart(model: Any) -> bool:
+def _separates_documents(model: Any) -> bool:
     return record_of(inner_model(model)).found.packing.objection() is None
 
 
@@ -116,12 +118,12 @@ def _refuse(stage: str, *_: Any) -> None:
     )
 
 
-def _without_liger(own: Callable[..., None], config: Any, model_args: Any, *args: Any, **kwargs: Any) -> None:
+def _without_liger(original: Callable[..., None], config: Any, model_args: Any, *args: Any, **kwargs: Any) -> None:
     if model_args.enable_liger_kernel:
         raise LigerDistError(
             "enable_liger_kernel is true and replaces the model's forward, with its loss; leave it out."
         )
-    own(config, model_args, *args, **kwargs)
+    original(config, model_args, *args, **kwargs)
 
 
 if __name__ == "__main__":

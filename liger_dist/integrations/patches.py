@@ -26,25 +26,25 @@ from .startup.after_import import AfterImport
 @contextmanager
 def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Sets ``owner.name`` to ``value`` within the context."""
-    own = getattr(owner, name)
+    original = getattr(owner, name)
     setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(owner, name, own)
+        setattr(owner, name, original)
 
 
 @contextmanager
 def models_wrapped_for(trainer: Any, config: WrapConfig | None, lm_head: LMHead) -> Iterator[None]:
     """Patches a trainer class within the context, so that its trainers get a wrapped ``model`` and ``ref_model``. Their
     constructors copy and shard reference models, so both are wrapped before those run."""
-    own = trainer.__init__
+    original = trainer.__init__
 
-    @functools.wraps(own)
+    @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         if lm_head != "gather":
             raise LigerDistError(f"lm_head is {lm_head!r}, which {trainer.__name__} does not have; leave it out.")
-        given = signature(own).bind(self, *args, **kwargs)
+        given = signature(original).bind(self, *args, **kwargs)
         for name in ("model", "ref_model"):
             model = given.arguments.get(name)
             if isinstance(model, str):
@@ -53,7 +53,7 @@ def models_wrapped_for(trainer: Any, config: WrapConfig | None, lm_head: LMHead)
                 )
             if isinstance(model, nn.Module) and not is_wrapped(model):
                 wrap(model, config=config)
-        own(*given.args, **given.kwargs)
+        original(*given.args, **given.kwargs)
 
     with patched(trainer, "__init__", init):
         yield

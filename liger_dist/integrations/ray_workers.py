@@ -31,13 +31,13 @@ def run_patched(program: str, plug: str, config: WrapConfig | None = None) -> No
             "Ray is initialized in this process already, so that its workers would not be patched; initialize it with "
             f"runtime_env={{{HOOK!r}: '{plug}.patch'}} and run {program} yourself."
         )
-    own = ray.init
+    original = ray.init
     is_patched = False
 
     def patch() -> None:
         import_module(plug).patch(config)
 
-    @functools.wraps(own)
+    @functools.wraps(original)
     def init(*args: Any, runtime_env: dict[str, Any] | None = None, **kwargs: Any) -> Any:
         nonlocal is_patched
         given = dict(runtime_env or {})
@@ -47,7 +47,7 @@ def run_patched(program: str, plug: str, config: WrapConfig | None = None) -> No
                 f"{program} itself."
             )
         is_patched = True
-        return own(*args, runtime_env=given | {HOOK: patch}, **kwargs)
+        return original(*args, runtime_env=given | {HOOK: patch}, **kwargs)
 
     with patched(ray, "init", init):
         runpy.run_module(program, run_name="__main__", alter_sys=True)

@@ -49,15 +49,15 @@ def fused_heads(config: WrapConfig | None = None, *, lm_head: LMHead = "gather")
     Raises:
         LigerDistError: see :func:`liger_dist.wrap`; from the trainer's constructor.
     """
-    own = utils.add_fused_lm_head
+    original = utils.add_fused_lm_head
     wraps = partial(_wrap, config=config, lm_head=lm_head)
 
-    @functools.wraps(own)
+    @functools.wraps(original)
     def add_fused_lm_head(model: nn.Module, *args: Any, **kwargs: Any) -> None:
         wraps(model)
-        own(model, *args, **kwargs)
+        original(model, *args, **kwargs)
 
-    _put(add_fused_lm_head, instead_of=own)
+    _put(add_fused_lm_head, instead_of=original)
     try:
         with ExitStack() as stack:
             stack.enter_context(_packing_checked(SFTTrainer))
@@ -68,24 +68,24 @@ def fused_heads(config: WrapConfig | None = None, *, lm_head: LMHead = "gather")
             yield
     finally:
         # Also in modules of TRL that were first imported within the context.
-        _put(own, instead_of=add_fused_lm_head)
+        _put(original, instead_of=add_fused_lm_head)
 
 
 @contextmanager
 def _packing_checked(trainer: Any) -> Iterator[None]:
     """Patches a trainer class within the context to refuse packed rows of models that would mix documents, before it
     reads data; a model that it loads by name after its constructor."""
-    own = trainer.__init__
+    original = trainer.__init__
 
-    @functools.wraps(own)
+    @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        given = signature(own).bind(self, *args, **kwargs).arguments
+        given = signature(original).bind(self, *args, **kwargs).arguments
         model, settings = given.get("model"), given.get("args")
         if isinstance(model, nn.Module) and settings is not None:
             packs = settings.packing and settings.packing_strategy != "wrapped"
             if packs or settings.padding_free:
                 refuse_packing(model, "packing" if packs else "padding_free")
-        own(self, *args, **kwargs)
+        original(self, *args, **kwargs)
         if self.padding_free:
             refuse_packing(self.model, "packing" if self.args.packing else "padding_free")
 

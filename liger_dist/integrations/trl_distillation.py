@@ -145,16 +145,16 @@ def _wrapping(
     trainer: Any, module: Any, compute_loss: Callable[..., Any], config: WrapConfig | None, lm_head: LMHead
 ) -> Callable[..., None]:
     """Returns the constructor of ``trainer`` that wraps both models before they are prepared."""
-    own = trainer.__init__
+    original = trainer.__init__
 
-    @functools.wraps(own)
+    @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         if type(self) is not trainer:
-            own(self, *args, **kwargs)
+            original(self, *args, **kwargs)
             return
         if lm_head != "gather":
             raise LigerDistError(f"lm_head is {lm_head!r}, which {trainer.__name__} does not have; leave it out.")
-        given = signature(own).bind(self, *args, **kwargs)
+        given = signature(original).bind(self, *args, **kwargs)
         model = given.arguments.get("model")
         if not isinstance(model, nn.Module):
             raise LigerDistError(
@@ -168,16 +168,16 @@ def _wrapping(
             stack.enter_context(
                 patched(module, "prepare_deepspeed", _preparing_for_deepspeed(prepare_deepspeed, config))
             )
-            own(*given.args, **given.kwargs)
+            original(*given.args, **given.kwargs)
         self.compute_loss = MethodType(compute_loss, self)
 
     return init
 
 
-def _preparing_teachers(own: Callable[..., Any], config: WrapConfig | None) -> Callable[..., Any]:
+def _preparing_teachers(original: Callable[..., Any], config: WrapConfig | None) -> Callable[..., Any]:
     """Returns ``Accelerator.prepare_model`` that wraps a model prepared for evaluation, and shards it under FSDP2."""
 
-    @functools.wraps(own)
+    @functools.wraps(original)
     def prepare_model(
         self: Accelerator, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
@@ -189,18 +189,18 @@ def _preparing_teachers(own: Callable[..., Any], config: WrapConfig | None) -> C
                 wrap(model, FSDP2(param_dtype=None if policy is None else policy.param_dtype), config=config)
             else:
                 wrap_for(self.state, model, config)
-        return own(self, model, device_placement=device_placement, evaluation_mode=evaluation_mode)
+        return original(self, model, device_placement=device_placement, evaluation_mode=evaluation_mode)
 
     return prepare_model
 
 
-def _preparing_for_deepspeed(own: Callable[..., Any], config: WrapConfig | None) -> Callable[..., Any]:
+def _preparing_for_deepspeed(original: Callable[..., Any], config: WrapConfig | None) -> Callable[..., Any]:
     """Returns TRL's ``prepare_deepspeed`` that wraps the teacher."""
 
-    @functools.wraps(own)
+    @functools.wraps(original)
     def prepare_deepspeed(model: nn.Module, accelerator: Accelerator) -> Any:
         if not is_wrapped(model):
             wrap_for(accelerator.state, model, config)
-        return own(model, accelerator)
+        return original(model, accelerator)
 
     return prepare_deepspeed

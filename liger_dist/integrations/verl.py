@@ -111,7 +111,7 @@ class FusedEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         logits_processor_func: Callable[..., dict[str, Tensor]],
     ) -> dict[str, Tensor]:
         """Converts outputs of the wrapped model to verl's: nested tensors with a row for each sample."""
-        found = {name: getattr(output, own) for name, own in _outputs(micro_batch).items()}
+        found = {name: getattr(output, field) for name, field in _outputs(micro_batch).items()}
         values = {name: self._as_packed(value, micro_batch) for name, value in found.items()}
         if "teacher_ids" in output_args:
             student = self._student(output, output_args, micro_batch)

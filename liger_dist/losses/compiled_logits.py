@@ -104,7 +104,7 @@ def _fwd_bwd(
 @torch.library.custom_op(
     "liger_dist::cross_entropy_fwd_bwd", mutates_args=(), schema=f"(Tensor logits, {_FWD_BWD}) -> Tensor[]"
 )
-def _apart(
+def _out_of_place(
     logits: Tensor,
     upstream: list[Tensor | None],
     token_logits: Tensor | None,
@@ -115,7 +115,7 @@ def _apart(
     return [_fwd_bwd(logits, upstream, token_logits, targets, packed, d_logits), d_logits]
 
 
-@_apart.register_fake
+@_out_of_place.register_fake
 def _(logits: Tensor, *rest: Any) -> list[Tensor]:
     return [_fields_of_fwd_bwd(logits, *rest), torch.empty_like(logits, memory_format=torch.contiguous_format)]
 
@@ -123,7 +123,7 @@ def _(logits: Tensor, *rest: Any) -> list[Tensor]:
 @torch.library.custom_op(
     "liger_dist::cross_entropy_fwd_bwd_", mutates_args=("logits",), schema=f"(Tensor(a!) logits, {_FWD_BWD}) -> Tensor"
 )
-def _over(
+def _in_place(
     logits: Tensor,
     upstream: list[Tensor | None],
     token_logits: Tensor | None,
@@ -137,7 +137,7 @@ def _fields_of_fwd_bwd(logits: Tensor, upstream: Any, token_logits: Any, targets
     return _empty_fields(logits, _unpack(logits, packed))
 
 
-_over.register_fake(_fields_of_fwd_bwd)
+_in_place.register_fake(_fields_of_fwd_bwd)
 
 
 @torch.library.custom_op(

@@ -45,17 +45,17 @@ class _Lookup:
 
     def padded(self, values_T: Tensor, start: int, fill: int) -> Tensor:
         """Slices this rank's values from ``start`` on and pads them: ``[m, ...]``."""
-        own = values_T[start : start + self.at_once]
-        padded = own.new_full((self.at_once, *own.shape[1:]), fill)
-        padded[: len(own)] = own
+        local = values_T[start : start + self.at_once]
+        padded = local.new_full((self.at_once, *local.shape[1:]), fill)
+        padded[: len(local)] = local
         return padded
 
-    def own_rows(self, ids_Gm: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    def local_rows(self, ids_Gm: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
         """Returns the row of this rank for each id, any row for ids of other ranks, and a mask of this rank's ids."""
         rows = ids_Gm.reshape(-1) - self.shard.start
-        is_own = (rows >= 0) & (rows < num_rows)
+        is_local = (rows >= 0) & (rows < num_rows)
         # Spread over the rows, so that the backward does not accumulate into one.
-        return torch.where(is_own, rows, torch.arange(rows.numel(), device=rows.device) % max(num_rows, 1)), is_own
+        return torch.where(is_local, rows, torch.arange(rows.numel(), device=rows.device) % max(num_rows, 1)), is_local
 
 
 class _ExchangedEmbedding(torch.autograd.Function):
@@ -68,16 +68,16 @@ class _ExchangedEmbedding(torch.autograd.Function):
         for start in lookup.pieces():
             ids_Gm = gather(lookup.padded(ids_T, start, -1), lookup.shard.group)
             gathered_ids.append(ids_Gm)
-            rows, is_own = lookup.own_rows(ids_Gm, ctx.num_rows)
+            rows, is_local = lookup.local_rows(ids_Gm, ctx.num_rows)
             if ctx.num_rows > 0:
-                vectors = used_VD[rows].masked_fill_(~is_own[:, None], 0)
+                vectors = used_VD[rows].masked_fill_(~is_local[:, None], 0)
             else:
                 vectors = used_VD.new_zeros((rows.numel(), weight_VD.shape[1]))
             received = torch.empty_like(vectors)
             dist.all_to_all_single(received, vectors, group=lookup.shard.tokens_group)
-            own = slice(start, min(start + lookup.at_once, ids_T.numel()))
+            local = slice(start, min(start + lookup.at_once, ids_T.numel()))
             parts_GmD = received.view(*ids_Gm.shape, -1)
-            out_TD[own] = parts_GmD[:, : max(own.stop - own.start, 0)].sum(0)
+            out_TD[local] = parts_GmD[:, : max(local.stop - local.start, 0)].sum(0)
         ctx.save_for_backward(*gathered_ids)
         return out_TD
 
@@ -90,10 +90,10 @@ class _ExchangedEmbedding(torch.autograd.Function):
             gradients = gather(lookup.padded(d_out_TD, start, 0), lookup.shard.tokens_group).flatten(0, 1)
             if ctx.num_rows == 0:
                 continue
-            rows, is_own = lookup.own_rows(ids_Gm, ctx.num_rows)
+            rows, is_local = lookup.local_rows(ids_Gm, ctx.num_rows)
             if lookup.padding_idx is not None:
-                is_own &= ids_Gm.reshape(-1) != lookup.padding_idx
-            gradients = gradients.to(ctx.weight_dtype).masked_fill_(~is_own[:, None], 0)
+                is_local &= ids_Gm.reshape(-1) != lookup.padding_idx
+            gradients = gradients.to(ctx.weight_dtype).masked_fill_(~is_local[:, None], 0)
             d_weight_VD += torch.ops.aten.embedding_dense_backward(gradients, rows, ctx.num_rows, -1, False)
         return d_weight_VD.div_(lookup.shard.divide_factor), None, None
 

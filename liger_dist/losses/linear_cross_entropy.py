@@ -92,8 +92,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if d_loss is not None:
                 upstream = problem.scales.upstream(problem.targets.labels_T, d_loss)
             upstream = with_gradients_of_outputs(upstream, gradients_of_outputs, problem.spec)
-            hidden_TD, weight_VD, bias_V, logits_TV, *others = ctx.saved_tensors
-            terms = others[ctx.number_given :]
+            hidden_TD, weight_VD, bias_V, logits_TV, *remaining = ctx.saved_tensors
+            terms = remaining[ctx.number_given :]
             if shared is not None:
                 shared.begin_backward()
             coefficients = problem.coefficients(terms_of_saved(*terms), upstream)

@@ -75,7 +75,7 @@ def token_scales(
     For an fp16 ``dtype`` the divisor becomes the separate ``factor``. A ``common_divisor``, equal on all ranks,
     replaces it there.
     """
-    keeps_apart = dtype == torch.float16 and spec.reduction != "none"
+    has_factor = dtype == torch.float16 and spec.reduction != "none"
     dtype = torch.float64 if dtype == torch.float64 else torch.float32
     labels_T = targets.labels_T
     weight_T = None
@@ -100,13 +100,13 @@ def token_scales(
         # The mean of the cross entropy is weighted by class, that of the z-loss is over tokens.
         by_class = divisor(spec.class_weight.to(dtype)[labels_T.clamp_min(0)])
     factor = None
-    if keeps_apart:
+    if has_factor:
         # A gradient divided by the number of tokens would underflow in fp16 before the loss scale multiplies it.
-        apart = by_class
+        separate = by_class
         if common_divisor is not None:
-            apart = torch.full((), common_divisor, dtype=dtype, device=labels_T.device)
-        factor = torch.reciprocal(apart)
-        by_class, z_divisor = by_class / apart, z_divisor / apart
+            separate = torch.full((), common_divisor, dtype=dtype, device=labels_T.device)
+        factor = torch.reciprocal(separate)
+        by_class, z_divisor = by_class / separate, z_divisor / separate
 
     def scale(divisor: Tensor) -> Tensor:
         return torch.reciprocal(divisor) if weight_T is None else weight_T / divisor

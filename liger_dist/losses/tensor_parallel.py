@@ -77,21 +77,21 @@ class RowShard(HeadRows):
         )
 
 
-def complete_statistics(own: SoftmaxStatistics, *, group: dist.ProcessGroup, backend: Backend) -> SoftmaxStatistics:
+def complete_statistics(local: SoftmaxStatistics, *, group: dist.ProcessGroup, backend: Backend) -> SoftmaxStatistics:
     """All-gathers the statistics of each rank's slice of the logits and merges them to those of full rows."""
-    if own.max_T.numel() == 0:
-        return own
-    fields = [field for field in own if field is not None]
+    if local.max_T.numel() == 0:
+        return local
+    fields = [field for field in local if field is not None]
     gathered = iter(gather(torch.stack(fields), group).unbind(1))
-    slices: list[Any] = [None if field is None else next(gathered) for field in own]
+    slices: list[Any] = [None if field is None else next(gathered) for field in local]
     return merge_statistics(SoftmaxStatistics(*slices), backend)
 
 
-def complete_chosen(own: ChosenLogits, *, group: dist.ProcessGroup) -> ChosenLogits:
+def complete_chosen(local: ChosenLogits, *, group: dist.ProcessGroup) -> ChosenLogits:
     """All-gathers the chosen logits of each rank's slice of the logits and merges them to those of full rows."""
-    if all(field is None or field.numel() == 0 for field in own):
-        return own
-    slices_GF = [[None] * group.size() if field is None else gather(field, group).unbind(0) for field in own]
+    if all(field is None or field.numel() == 0 for field in local):
+        return local
+    slices_GF = [[None] * group.size() if field is None else gather(field, group).unbind(0) for field in local]
     return merge_chosen([ChosenLogits(*fields) for fields in zip(*slices_GF, strict=True)])
 
 

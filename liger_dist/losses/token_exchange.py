@@ -144,22 +144,22 @@ class ExchangedTokens:
                 fields[place] = self._gathered(field, 0)
         return type(gradients)(*fields)
 
-    def _own_hidden(self, chunk: int) -> Tensor:
+    def _local_hidden(self, chunk: int) -> Tensor:
         """Returns this rank's hidden states of a chunk, ``[m, D]``, padded with zeros."""
         start, end = self._plan.share(self._rank, chunk)
         if end - start == self._plan.rows:
             return self._hidden_TD[start:end].contiguous()
-        own_mD = self._hidden_TD.new_zeros((self._plan.rows, self._hidden_TD.shape[1]))
-        own_mD[: end - start] = self._hidden_TD[start:end]
-        return own_mD
+        local_mD = self._hidden_TD.new_zeros((self._plan.rows, self._hidden_TD.shape[1]))
+        local_mD[: end - start] = self._hidden_TD[start:end]
+        return local_mD
 
     def _fetch(self, chunk: int) -> Any:
-        own_mD = self._own_hidden(chunk)
+        local_mD = self._local_hidden(chunk)
         if len(self._buffers) < 2:
-            self._buffers.append(own_mD.new_empty((self._size, *own_mD.shape)))
+            self._buffers.append(local_mD.new_empty((self._size, *local_mD.shape)))
         # The buffer of the chunk before the last: its products have been enqueued.
         gathered_cD = self._buffers[chunk % 2].flatten(0, 1)
-        return all_gather_single(gathered_cD, own_mD, group=self._group, async_op=True)
+        return all_gather_single(gathered_cD, local_mD, group=self._group, async_op=True)
 
     def _of_chunk(self, fields: Any, chunk: int) -> Any:
         if not self.num_chunks:

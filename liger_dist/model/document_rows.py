@@ -103,8 +103,8 @@ class _Calls:
         self._is_view = torch.equal(source, torch.arange(shape[0] * shape[1]))
         slot_of = torch.zeros(shape[0] * shape[1], dtype=torch.int64).index_copy_(0, places, slots)
         to_slots = _Gather(moved(source, device), None)
-        to_slots_0 = _Gather(to_slots.index, _others(len(source), slots, device))
-        to_places = _Gather(moved(slot_of, device), _others(len(slot_of), places, device))
+        to_slots_0 = _Gather(to_slots.index, _complement(len(source), slots, device))
+        to_places = _Gather(moved(slot_of, device), _complement(len(slot_of), places, device))
         self._into, self._back = (to_slots, to_places), (to_places, to_slots_0)
 
     @classmethod
@@ -152,12 +152,12 @@ class _Calls:
         return tokens.view(*shape, *tokens.shape[1:])
 
 
-def _others(total: int, indices: Tensor, device: torch.device) -> Tensor | None:
+def _complement(total: int, indices: Tensor, device: torch.device) -> Tensor | None:
     """Returns the numbers below ``total`` that are no ``indices``; None if there are none."""
     if len(indices) == total:
         return None
-    is_other = torch.ones(total, dtype=torch.bool).index_fill_(0, indices, 0)
-    return moved(is_other.nonzero()[:, 0], device)
+    is_outside = torch.ones(total, dtype=torch.bool).index_fill_(0, indices, 0)
+    return moved(is_outside.nonzero()[:, 0], device)
 
 
 class DocumentRows:
@@ -228,8 +228,8 @@ class DocumentRows:
         by_call = zip(*(self._split(leaf, calls) for leaf in leaves), strict=True)
         outputs = []
         for of_call in by_call:
-            own_args, own_kwargs = tree_unflatten(list(of_call), structure)
-            outputs.append(tree_flatten(forward(*own_args, **own_kwargs)))
+            call_args, call_kwargs = tree_unflatten(list(of_call), structure)
+            outputs.append(tree_flatten(forward(*call_args, **call_kwargs)))
         joined = [self._join(parts, calls) for parts in zip(*(found for found, _ in outputs), strict=True)]
         return tree_unflatten(joined, outputs[0][1])
 

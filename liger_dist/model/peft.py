@@ -34,8 +34,8 @@ def needs_own_root(outer: nn.Module, model: nn.Module) -> bool:
     """True for a ``PeftModel`` that has parameters outside of ``model``, such as prompts, or calls the forward of
     ``model`` without its hooks (AdaLoRA, AdaptionPrompt): FSDP2's root is then ``outer``. LoRA layers are inside
     ``model``, and both ``model`` and ``outer`` may be called."""
-    own = set(model.parameters())
-    if any(parameter not in own for parameter in outer.parameters()):
+    inside = set(model.parameters())
+    if any(parameter not in inside for parameter in outer.parameters()):
         return True
     tuner = getattr(outer, "base_model", None)
     if not isinstance(tuner, nn.Module) or getattr(tuner, "model", None) is not model:
@@ -84,7 +84,7 @@ def reason_against_packing(outer: nn.Module) -> str | None:
     return None
 
 
-def own_loss(outer: nn.Module) -> str | None:
+def loss_objection(outer: nn.Module) -> str | None:
     """Says why a ``PeftModel`` needs the logits of each call, as a clause; None if it leaves the loss to its base
     model."""
     config = getattr(outer, "active_peft_config", None)
@@ -120,8 +120,10 @@ def lora_objection(head: nn.Module) -> str | None:
     if not hasattr(head, "lora_A"):
         return f"an adapter of type {type(head).__module__}.{type(head).__qualname__}; expected LoRA or DoRA: {WAY_OUT}"
     variants = getattr(head, "lora_variant", {})
-    others = [type(variant).__name__ for variant in variants.values() if not type(variant).__name__.startswith("Dora")]
-    return f"LoRA of the variant {others[0]}; expected plain LoRA or DoRA: {WAY_OUT}" if others else None
+    unsupported = [
+        type(variant).__name__ for variant in variants.values() if not type(variant).__name__.startswith("Dora")
+    ]
+    return f"LoRA of the variant {unsupported[0]}; expected plain LoRA or DoRA: {WAY_OUT}" if unsupported else None
 
 
 def parts_of(layer: nn.Module) -> list[nn.Module]:

@@ -192,8 +192,8 @@ def head_shape(head: nn.Module) -> tuple[int, int]:
 
 def is_linear_map(head: nn.Linear) -> bool:
     """True if the forward of ``head`` is that of ``nn.Linear``, or computes the same map."""
-    own_forward = vars(head).get("forward")
-    is_changed = own_forward is not None and not is_linear_forward(own_forward)
+    instance_forward = vars(head).get("forward")
+    is_changed = instance_forward is not None and not is_linear_forward(instance_forward)
     return not is_changed and (isinstance(head, SameLinearMap) or type(head).forward is nn.Linear.forward)
 
 
@@ -271,12 +271,12 @@ def _find_other_stacks(model: nn.Module, decoder: nn.Module) -> tuple[tuple[nn.M
     if not declared or _is_encoder_decoder(model):
         return ()
     taken = set(decoder.modules()) | {inner for layer in _prediction_layers(model) for inner in layer.modules()}
-    others: list[tuple[nn.Module, ...]] = []
+    other_stacks: list[tuple[nn.Module, ...]] = []
     for stack, owner in _stacks(model, declared):
         if owner not in taken and stack[0] not in taken:
-            others.append(stack)
+            other_stacks.append(stack)
             taken.update(inner for layer in stack for inner in layer.modules())
-    return tuple(others)
+    return tuple(other_stacks)
 
 
 PREDICTION = "mtp"
@@ -345,9 +345,9 @@ def initializer_of(model: nn.Module) -> Callable[[nn.Module], None]:
 
     def collect(module: nn.Module, rule: Callable[[nn.Module], None] | None) -> None:
         rule = getattr(module, "_init_weights", rule)
-        own = rule if rule is not None else _reset_parameters(module)
-        if own is not None:
-            rules[module] = own
+        chosen = rule if rule is not None else _reset_parameters(module)
+        if chosen is not None:
+            rules[module] = chosen
         elif any(True for _ in module.parameters(recurse=False)):
             raise LigerDistError(
                 f"{type(module).__name__} has parameters on the meta device and no rule to initialise them "

@@ -87,10 +87,10 @@ def read_parts(model: nn.Module, structure: Structure, folder: str | None) -> tu
         )
     parts = make_parts(model, structure, depth)
     modules = PredictionModules(parts, is_flat=is_flat and depth == 1)
-    others = _load(model, modules, found)
-    if others:
+    unexpected = _load(model, modules, found)
+    if unexpected:
         raise LigerDistError(
-            f"the checkpoint {folder!r} has parameters of multi-token prediction {', '.join(others[:4])}; expected "
+            f"the checkpoint {folder!r} has parameters of multi-token prediction {', '.join(unexpected[:4])}; expected "
             f"those of a {type(parts[0].block).__name__} for each depth."
         )
     return parts, modules.is_flat

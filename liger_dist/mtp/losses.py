@@ -41,7 +41,7 @@ class Announced:
         """Compares the loss that the model has returned with the first loss of the call. If the model has scaled it,
         the factors differ, and the further losses get a sum of gradients apart from that of the first."""
         if torch.is_grad_enabled() and not self._first.is_term_of(loss):
-            self._first.share_apart()
+            self._first.share_separately()
 
     def loss(
         self, head: nn.Module, hidden_states: Tensor, labels: Tensor, *, coefficient: float, is_last: bool

@@ -233,7 +233,7 @@ class PredictsFurther(MadeAtRunTime, nn.Module):
         stored = (*self.named_parameters(), *self.named_buffers())
         present = [name for name, _ in stored] if state_dict is None else list(state_dict)
         names = {name: name_in_checkpoint(self, name) for name in present if PREDICTION in name}
-        if any(name != own for own, name in names.items()):
+        if any(name != original for original, name in names.items()):
             state = self.state_dict() if state_dict is None else state_dict
             state_dict = {names.get(name, name): value for name, value in state.items()}
         return super().save_pretrained(save_directory, *args, state_dict=state_dict, **kwargs)  # type: ignore[misc]

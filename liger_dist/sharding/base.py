@@ -170,8 +170,8 @@ class Facts:
         storage = {f.name: getattr(self.storage, f.name) for f in fields(self.storage)}
         storage["storage"] = storage.pop("clause")
         del storage["adapter"]
-        others = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "storage"}
-        return [(name, str(value)) for name, value in (others | storage).items()]
+        remaining = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "storage"}
+        return [(name, str(value)) for name, value in (remaining | storage).items()]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -153,11 +153,11 @@ class OptionalEncoders:
             name.startswith("cross_attention") for name in inspect.signature(type(decoder).forward).parameters
         )
         self._decoder_name = type(decoder).__name__
-        apart = {*decoder.modules(), *(inside for unit in self._units for inside in unit.modules())}
+        excluded = {*decoder.modules(), *(inside for unit in self._units for inside in unit.modules())}
         self._in_root = [
             (owner, name)
             for owner in model.modules()
-            if owner not in apart
+            if owner not in excluded
             for name, parameter in owner._parameters.items()
             if parameter is not None
         ]
@@ -216,10 +216,10 @@ class OptionalEncoders:
             self._call = _MixedCall(leader=leader, has_inputs=any(given))
 
     def _check(self, names: dict[int, tuple[str, ...]]) -> None:
-        kinds = {own for own in names.values() if own}
+        kinds = {kinds_of_rank for kinds_of_rank in names.values() if kinds_of_rank}
         # One encoder for images and videos runs as often for one as for the other.
-        is_alike = self._num_stacks == 1 and len({len(own) for own in kinds}) == 1
-        what = "; ".join(f"rank {rank}: {', '.join(own) or 'none'}" for rank, own in names.items())
+        is_alike = self._num_stacks == 1 and len({len(kinds_of_rank) for kinds_of_rank in kinds}) == 1
+        what = "; ".join(f"rank {rank}: {', '.join(kinds_of_rank) or 'none'}" for rank, kinds_of_rank in names.items())
         if len(kinds) > 1 and not is_alike:
             raise LigerDistError(
                 f"ranks were called with different encoder inputs ({what}); expected the same on every rank that has "
@@ -341,7 +341,7 @@ class OptionalEncoders:
 
         requires_grad = bool(flags & _INPUTS_REQUIRE_GRAD)
         hidden = torch.zeros((), device=compute_device(), requires_grad=requires_grad)
-        own_forward = vars(target).get("forward")
+        instance_forward = vars(target).get("forward")
         target.forward = forward
         call.is_repeating = True
         try:
@@ -351,8 +351,8 @@ class OptionalEncoders:
         finally:
             call.is_repeating = False
             del target.forward
-            if own_forward is not None:
-                target.forward = own_forward
+            if instance_forward is not None:
+                target.forward = instance_forward
 
     def _parameters_of(self, unit: nn.Module) -> list[Tensor]:
         """Returns the leaves of the graph that a unit's forward builds, unsharded inside that forward."""

@@ -23,7 +23,7 @@ from liger_dist.model.quantized import bytes_of_scales, four_bit_layers, is_four
 from liger_dist.model.structure import Structure
 
 from .fsdp2.loading import loaded_shards
-from .lost_gradients import check_hooks, warn_of_experts
+from .gradient_checks import check_hooks, warn_of_experts
 from .mesh import Mesh, check_mesh, local_shard, num_shards, require_process_group
 from .process_groups import compute_device
 

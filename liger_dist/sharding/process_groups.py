@@ -48,8 +48,8 @@ def host_group(ranks: list[int]) -> dist.ProcessGroup:
     """Creates a gloo group of ``ranks``, which may differ between ranks. Every rank of the default group takes part: a
     group created by its members alone has a name that is reused after it is destroyed, and finds stale addresses in the
     store."""
-    own: Any = None
+    local: Any = None
     for members in dict.fromkeys(map(tuple, gathered(ranks))):
         group = dist.new_group(list(members), backend="gloo")
-        own = group if dist.get_rank() in members else own
-    return cast(dist.ProcessGroup, own)
+        local = group if dist.get_rank() in members else local
+    return cast(dist.ProcessGroup, local)

@@ -81,8 +81,8 @@ def layers_in_shared_units(root: nn.Module) -> list[nn.Module]:
     units = [unit for unit in root.modules() if isinstance(unit, FullyShardedDataParallel)]
     if not any(unit._handle is not None and unit._handle.uses_sharded_strategy for unit in units):
         return []
-    own = set(map(without_fsdp1, units))
-    return [m for m in root.modules() if isinstance(m, GradientCheckpointingLayer) and m not in own]
+    in_units = set(map(without_fsdp1, units))
+    return [m for m in root.modules() if isinstance(m, GradientCheckpointingLayer) and m not in in_units]
 
 
 def check_shared_units(layers: Sequence[nn.Module]) -> None:

@@ -252,9 +252,9 @@ class _Root(BeforeStep):
         """
         self.reshard()
         given = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        others = [parameter for parameter in given if not isinstance(parameter, DTensor)]
-        full = self._fsdp.full_parameters(self._sharded) if others else ()
-        number = sum(id(parameter) in full for parameter in others)
+        unsharded = [parameter for parameter in given if not isinstance(parameter, DTensor)]
+        full = self._fsdp.full_parameters(self._sharded) if unsharded else ()
+        number = sum(id(parameter) in full for parameter in unsharded)
         if number > 0:
             raise LigerDistError(
                 f"{number} parameters of this {type(optimizer).__name__} are full tensors that FSDP frees, so that "
@@ -276,8 +276,8 @@ class _Root(BeforeStep):
             bool(p.grad.any()) for group in groups for p in group["params"] if p.grad is not None
         ):
             return  # torch makes the state of an optimizer by such a step, to save it.
-        own = {id(parameter) for parameter in self.module.parameters()}
-        if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+        of_module = {id(parameter) for parameter in self.module.parameters()}
+        if any(id(parameter) in of_module for group in optimizer.param_groups for parameter in group["params"]):
             for rows in self._row_shards.values():
                 rows.unreduced.clear()
             raise LigerDistError(

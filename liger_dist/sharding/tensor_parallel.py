@@ -31,7 +31,7 @@ from liger_dist.model.structure import Structure, read_output_last, stored_param
 
 from .base import DataParallel, Facts, FullHead, Head, Initializer, Storage
 from .fsdp_options import refuse_overlaps, refuse_sharded
-from .lost_gradients import check_hooks
+from .gradient_checks import check_hooks
 from .materialize import materialize
 from .mesh import TENSOR_PARALLEL, Mesh, check_mesh, make_mesh, require_process_group
 from .process_groups import compute_device

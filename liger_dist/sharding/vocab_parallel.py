@@ -317,10 +317,10 @@ def shard_rows(
     Returns:
         The parameters that FSDP2 has to ignore.
     """
-    counting_group = _own_communicator(mesh, "gloo")
+    counting_group = _new_communicator(mesh, "gloo")
     shards = RowSharding(
         mesh=mesh,
-        tokens_group=_own_communicator(mesh, None),
+        tokens_group=_new_communicator(mesh, None),
         counting_group=counting_group,
         calling_group=counting_group if mesh.ndim == 1 else _all_ranks_on_hosts(),
         compute_dtype=compute_dtype,
@@ -367,8 +367,8 @@ def release_communicators(model: nn.Module) -> None:
 
 def _destroy(shards: RowSharding) -> None:
     """Destroys the groups that are neither the mesh's nor destroyed already."""
-    own = shards.mesh.get_group(shards.mesh.ndim - 1)
-    for group in {shards.tokens_group, shards.counting_group, shards.calling_group} - {own, dist.group.WORLD}:
+    of_mesh = shards.mesh.get_group(shards.mesh.ndim - 1)
+    for group in {shards.tokens_group, shards.counting_group, shards.calling_group} - {of_mesh, dist.group.WORLD}:
         if group in dist.distributed_c10d._world.pg_map:
             dist.destroy_process_group(group)
 
@@ -399,14 +399,14 @@ def _all_ranks_on_hosts() -> dist.ProcessGroup:
     return world if device_for(world).type == "cpu" else dist.new_group(backend="gloo")
 
 
-def _own_communicator(mesh: DeviceMesh, backend: str | None) -> dist.ProcessGroup:
+def _new_communicator(mesh: DeviceMesh, backend: str | None) -> dist.ProcessGroup:
     """Creates a process group of the ranks of this rank's shard group; on CPUs returns the mesh's."""
     axis = mesh.ndim - 1
     if mesh.device_type == "cpu":
         return mesh.get_group(axis)
-    own: Any = None
+    local: Any = None
     for ranks in mesh.mesh.reshape(-1, mesh.shape[-1]).tolist():
         group = dist.new_group(ranks, backend=backend)
-        own = group if dist.get_rank() in ranks else own
-    assert own is not None
-    return own  # type: ignore[no-any-return]
+        local = group if dist.get_rank() in ranks else local
+    assert local is not None
+    return local  # type: ignore[no-any-return]

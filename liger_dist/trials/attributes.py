@@ -38,14 +38,14 @@ class Attributes:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        own, names = vars(module), names_in(below_wrappers(type(module)))
-        self._held = frozenset(name for held in _HELD for name, value in own[held].items() if value is not None)
+        namespace, names = vars(module), names_in(below_wrappers(type(module)))
+        self._held = frozenset(name for held in _HELD for name, value in namespace[held].items() if value is not None)
         self._names = names
         self._configs: list[str] = []
         self._read: dict[tuple[str, ...], Any] = {}
         simple: list[tuple[str, Any]] = []
         self._contents: list[tuple[str, Any]] = []
-        for name, value in own.items():
+        for name, value in namespace.items():
             if name in _OF_EVERY_MODULE or name in self._held or not self._counts(name):
                 continue
             if _is_config(name, value):
@@ -56,15 +56,15 @@ class Attributes:
                 self._contents.append((name, _content(value)))
         self.simple = tuple(simple)
         """names and values of numbers, strings and flags"""
-        self._absent = names - own.keys() - self._held - {"forward"}
+        self._absent = names - namespace.keys() - self._held - {"forward"}
 
     @contextmanager
     def noting(self, module: nn.Module) -> Iterator[None]:
         """Within, takes note of what the module's code reads from its configs."""
-        own = vars(module)
+        namespace = vars(module)
         with ExitStack() as stack:
             for name in self._configs:
-                stack.enter_context(swapped(own, name, _NotedConfig(own[name], (name,), self._read)))
+                stack.enter_context(swapped(namespace, name, _NotedConfig(namespace[name], (name,), self._read)))
             yield
 
     def are_those_of(self, module: nn.Module) -> bool:
@@ -94,16 +94,16 @@ class _NotedConfig:
     """Config of a module in a probe, which notes what the module's forward reads from it, by path."""
 
     def __init__(self, config: Any, path: tuple[str, ...], read: dict[tuple[str, ...], Any]) -> None:
-        self.__dict__.update(_own=config, _path=path, _read=read)
+        self.__dict__.update(_original=config, _path=path, _read=read)
 
     def __getattr__(self, name: str) -> Any:
         path = (*self._path, name)
         # One that is absent, which a default stands for, may be set later.
-        value = getattr(self._own, name, None)
+        value = getattr(self._original, name, None)
         if _is_config(name, value):
             return _NotedConfig(value, path, self._read)
         self._read[path] = _content(value)
-        return getattr(self._own, name)
+        return getattr(self._original, name)
 
 
 def _is_config(name: str, value: Any) -> bool:
@@ -174,10 +174,10 @@ def numbers_of(module: nn.Module) -> list[int | float]:
 def names_in(cls: Any) -> frozenset[str]:
     """Returns names of the attributes of a class, and all names and words in the code of its methods: what its forward
     may read from an instance."""
-    own = (base for base in cls.__mro__ if base not in (nn.Module, object))
+    classes = (base for base in cls.__mro__ if base not in (nn.Module, object))
     words: set[str] = set()
     seen: set[int] = set()
-    for base in own:
+    for base in classes:
         for value in vars(base).values():
             _add_words(value, words, seen)
     return (frozenset(dir(cls)) - frozenset(dir(nn.Module)) | words) - _OF_EVERY_MODULE

@@ -23,17 +23,17 @@ returns: the function of the model's file, and what it calls"""
 
 
 class _Globals(dict[str, Any]):
-    """Globals of a function, some of them replaced: other names are looked up in ``own`` at call time.
+    """Globals of a function, some of them replaced: other names are looked up in ``namespace`` at call time.
 
     Python looks a global up by ``__getitem__`` when a function's globals are a subclass of dict.
     """
 
-    def __init__(self, own: dict[str, Any], replaced: dict[str, Any]) -> None:
+    def __init__(self, namespace: dict[str, Any], replaced: dict[str, Any]) -> None:
         super().__init__(replaced)
-        self.own = own
+        self.namespace = namespace
 
     def __missing__(self, name: str) -> Any:
-        return self.own[name]
+        return self.namespace[name]
 
 
 def called_functions(forward: Any) -> dict[str, FunctionType]:
@@ -54,12 +54,12 @@ def with_globals(forward: Any, replaced: Mapping[str, Any]) -> Any:
     innermost: FunctionType = unwrap(forward)
     if _needs_its_globals(innermost.__code__):
         raise LeftAloneError("its forward writes or lists its globals")
-    own = innermost.__globals__
+    namespace = innermost.__globals__
     # Names of builtins are not looked up through __missing__.
-    given = {"__builtins__": own["__builtins__"], "__name__": own["__name__"], **replaced}
+    given = {"__builtins__": namespace["__builtins__"], "__name__": namespace["__name__"], **replaced}
     copy = FunctionType(
         innermost.__code__,
-        _Globals(own, given),
+        _Globals(namespace, given),
         innermost.__name__,
         innermost.__defaults__,
         innermost.__closure__,
@@ -118,17 +118,17 @@ def installed_function(function: Any) -> Any:
     if code is None or not set(_OF_PACKAGE) <= set(code.co_freevars):
         return None
     cells = dict(zip(code.co_freevars, function.__closure__, strict=True))
-    own, installed = (cell_content(cells[name]) for name in _OF_PACKAGE)
-    return None if installed is own else installed
+    fallback, installed = (cell_content(cells[name]) for name in _OF_PACKAGE)
+    return None if installed is fallback else installed
 
 
 def fallback_of(function: FunctionType) -> Any:
     """Returns transformers' fallback for a function that calls another package; it leaves out keywords that the
     fallback does not take, as transformers does."""
-    own = unwrap(function)
-    parameters = signature(own).parameters
+    unwrapped = unwrap(function)
+    parameters = signature(unwrapped).parameters
 
     def fallback(*args: Any, **kwargs: Any) -> Any:
-        return own(*args, **{name: value for name, value in kwargs.items() if name in parameters})
+        return unwrapped(*args, **{name: value for name, value in kwargs.items() if name in parameters})
 
     return fallback

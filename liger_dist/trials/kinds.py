@@ -23,17 +23,19 @@ PROBE_SCALES = (0.3, 3.0, 30.0, 300.0)
 an activation at small ones"""
 
 
-def agrees(values: Sequence[Tensor], own: Callable[..., Any], compute: Callable[..., Any], *, tolerance: float) -> bool:
+def agrees(
+    values: Sequence[Tensor], original: Callable[..., Any], compute: Callable[..., Any], *, tolerance: float
+) -> bool:
     """True if a module's original code and the function that will replace it have the same output and gradients.
 
     Args:
         values: arguments of both, floating, which each gets as leaves that require gradients.
-        own: the original code; it computes something else if it returns no tensor.
+        original: the original code; it computes something else if it returns no tensor.
         compute: the function.
         tolerance: relative L2 error of the output and of each gradient.
     """
     results: list[list[Any]] = []
-    for function in (own, compute):
+    for function in (original, compute):
         leaves = [value.clone().requires_grad_() for value in values]
         with torch.enable_grad():
             output = function(*leaves)
@@ -103,7 +105,7 @@ class Trial(Generic[Options]):
         """with what the own forward has read from configs"""
         self._tolerance = tolerance
 
-    def own(self, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor], *, training: bool = False) -> Any:
+    def original(self, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor], *, training: bool = False) -> Any:
         """Runs the forward of the module's class."""
         with self.attributes.noting(self.module):
             return own_forward(self.module, inputs, parameters, training=training)
@@ -117,7 +119,7 @@ class Trial(Generic[Options]):
 
         return agrees(
             (*self.inputs, *self.parameters.values()),
-            lambda *leaves: self.own(*split(leaves), training=training),
+            lambda *leaves: self.original(*split(leaves), training=training),
             lambda *leaves: self.compute(*split(leaves), options),
             tolerance=self._tolerance,
         )
@@ -134,10 +136,10 @@ class Trial(Generic[Options]):
         parameters = {name: value.to(dtype) for name, value in self.parameters.items()}
         try:
             with torch.no_grad():
-                own = self.own(inputs, parameters)
+                original = self.original(inputs, parameters)
         except RuntimeError:
             # A module that does not mix dtypes is never called that way; with one dtype it has to run.
             return dtype != torch.bfloat16
         with torch.no_grad():
             ours = self.compute(inputs, parameters, options)
-        return own.dtype == ours.dtype and float((own == ours).float().mean()) > MOSTLY
+        return original.dtype == ours.dtype and float((original == ours).float().mean()) > MOSTLY

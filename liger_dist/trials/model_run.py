@@ -329,8 +329,8 @@ def _by_torch(model: nn.Module) -> Iterator[None]:
         for forward in {type(module).forward for module in model.modules()}:
             for name, function in called_functions(forward).items():
                 if installed_function(function) is not None:
-                    own: dict[str, Any] = unwrap(forward).__globals__
-                    stack.enter_context(swapped(own, name, _here(function, fallback_of(function))))
+                    namespace: dict[str, Any] = unwrap(forward).__globals__
+                    stack.enter_context(swapped(namespace, name, _here(function, fallback_of(function))))
         yield
 
 
@@ -451,7 +451,7 @@ class TokenByToken(TorchFunctionMode):
             query, value = given[0], given[2]
             return value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
         if name in ("softmax", "logsumexp") and given[0].dim() > 2:
-            scores = self._of_own_key(given[0])
+            scores = self._of_diagonal(given[0])
             return func(scores, *args[1:], **{key: value for key, value in (kwargs or {}).items() if key != "input"})
         return func(*args, **kwargs or {})
 
@@ -464,23 +464,23 @@ class TokenByToken(TorchFunctionMode):
         if attn_mask is None:
             self.attends_across = True
             return
-        of_others = attn_mask.expand(*attn_mask.shape[:-2], self._length, -1)[..., DOCUMENTS[0] : PAIR, : DOCUMENTS[0]]
-        likely = of_others if attn_mask.dtype == torch.bool else of_others > UNLIKELY
+        across = attn_mask.expand(*attn_mask.shape[:-2], self._length, -1)[..., DOCUMENTS[0] : PAIR, : DOCUMENTS[0]]
+        likely = across if attn_mask.dtype == torch.bool else across > UNLIKELY
         self.attends_across |= bool(likely.any())
 
-    def _of_own_key(self, scores: Tensor) -> Tensor:
+    def _of_diagonal(self, scores: Tensor) -> Tensor:
         """Masks the scores ``[..., S, K]`` of other tokens' keys; returns any other tensor unchanged."""
         if scores.shape[-2] != self._length or scores.shape[-1] < self._length:
             return scores
-        of_others = scores[..., DOCUMENTS[0] : PAIR, : DOCUMENTS[0]]
-        self.attends_across |= bool((of_others > UNLIKELY).any())
-        own = torch.eye(*scores.shape[-2:], dtype=torch.bool, device=scores.device)
+        across = scores[..., DOCUMENTS[0] : PAIR, : DOCUMENTS[0]]
+        self.attends_across |= bool((across > UNLIKELY).any())
+        diagonal = torch.eye(*scores.shape[-2:], dtype=torch.bool, device=scores.device)
         shared = scores[..., self._length :]
         # Not the score of the token's key, which may be masked as well. The value equals the largest other score,
         # because some functions have subtracted the largest score of all keys.
         likely = torch.zeros_like(scores[..., :1]) if shared.shape[-1] == 0 else shared.amax(-1, keepdim=True)
         likely = likely.masked_fill(likely < UNLIKELY, 0.0)
-        return torch.cat([torch.where(own, likely, -torch.inf)[..., : self._length], shared], -1)
+        return torch.cat([torch.where(diagonal, likely, -torch.inf)[..., : self._length], shared], -1)
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -545,7 +545,9 @@ def _made_up(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
     """Builds the attributes of a module for a run without weights."""
     made_up: dict[str, Any] = {name: OrderedDict() for name in _HOOKS}
     for kind, make in (("_parameters", _parameter), ("_buffers", _buffer)):
-        made_up[kind] = {name: None if own is None else make(own, device) for name, own in state[kind].items()}
+        made_up[kind] = {
+            name: None if original is None else make(original, device) for name, original in state[kind].items()
+        }
     made_up |= {name: min(state[name], CHUNK) for name in CHUNKS if isinstance(state.get(name), int)}
     if state.get("_is_expert_parallel"):
         # The forward of the class gets tokens of all experts.
@@ -557,20 +559,20 @@ def _made_up(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
     return made_up | {"_modules": dict(state["_modules"]), "_compiled_call_impl": None}
 
 
-def _parameter(own: Tensor, device: torch.device) -> Tensor:
-    shape = full_shape(own)
+def _parameter(original: Tensor, device: torch.device) -> Tensor:
+    shape = full_shape(original)
     is_small = torch.Size(shape).numel() <= SMALL
     return _values(shape, device) if is_small else torch.full((), 0.01, device=device).expand(shape)
 
 
-def _buffer(own: Tensor, device: torch.device) -> Tensor:
-    if own.is_meta and own.is_floating_point():
-        return _parameter(own, device)
-    if not own.is_meta:
+def _buffer(original: Tensor, device: torch.device) -> Tensor:
+    if original.is_meta and original.is_floating_point():
+        return _parameter(original, device)
+    if not original.is_meta:
         # Parameters are made in fp32: no matmul takes them with a buffer of fp64.
-        dtype = torch.float32 if own.is_floating_point() else own.dtype
-        return own.detach().clone().to(device, dtype)
-    return torch.ones(own.shape, device=device, dtype=own.dtype)
+        dtype = torch.float32 if original.is_floating_point() else original.dtype
+        return original.detach().clone().to(device, dtype)
+    return torch.ones(original.shape, device=device, dtype=original.dtype)
 
 
 def _keep_one_of_each_kind(module: nn.Module, layers: Sequence[nn.Module]) -> None:
@@ -587,8 +589,8 @@ def _implemented(config: Any, attention: str) -> Iterator[None]:
     """Makes the model's file compute the experts of a config within the context, and attention with "eager". "sdpa" may
     be another package's function by now, with collectives: DeepSpeed's sequence parallelism."""
     wanted = dict(zip(IMPLEMENTATIONS, (attention, EAGER), strict=True))
-    own = {name: getattr(config, name, None) for name in wanted}
-    changed = {name: value for name, value in own.items() if value not in (None, wanted[name])}
+    original = {name: getattr(config, name, None) for name in wanted}
+    changed = {name: value for name, value in original.items() if value not in (None, wanted[name])}
     try:
         for name in changed:
             setattr(config, name, {"": wanted[name]})

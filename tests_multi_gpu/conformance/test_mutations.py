@@ -148,13 +148,13 @@ def part_of_the_own_rows_taken_for_the_sum() -> Any:
 
 
 def ids_of_others_not_looked_up() -> Any:
-    own = embedding._Lookup.own_rows
+    original = embedding._Lookup.local_rows
 
-    def own_rows(self: Any, ids_Gm: Any, num_rows: int) -> Any:
-        rows, is_own = own(self, ids_Gm, num_rows)
-        return rows, is_own & (torch.arange(len(rows), device=rows.device) % 5 > 0)
+    def local_rows(self: Any, ids_Gm: Any, num_rows: int) -> Any:
+        rows, is_local = original(self, ids_Gm, num_rows)
+        return rows, is_local & (torch.arange(len(rows), device=rows.device) % 5 > 0)
 
-    return mock.patch.object(embedding._Lookup, "own_rows", own_rows)
+    return mock.patch.object(embedding._Lookup, "local_rows", local_rows)
 
 
 FP32 = replace(DDP, model="fp32")

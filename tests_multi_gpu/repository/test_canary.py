@@ -268,7 +268,7 @@ ATTRIBUTES: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "torch._tensor": (
         ("_backward_hooks", "_post_accumulate_grad_hooks"),
-        "lost_gradients.py does not warn of hooks that sharding drops",
+        "gradient_checks.py does not warn of hooks that sharding drops",
     ),
     "transformers.modeling_layers": (
         ("_gradient_checkpointing_func",),
@@ -289,7 +289,7 @@ ATTRIBUTES: dict[str, tuple[tuple[str, ...], str]] = {
     "peft.tuners.adalora": (("orth_reg_weight",), "AdaLoRA fails in its first forward under FSDP"),
     "peft.tuners": (
         ("peft_config", "active_adapter"),
-        "unreduced.py does not see adapters that are added to a sharded model: nothing averages them",
+        "reduction_checks.py does not see adapters that are added to a sharded model: nothing averages them",
     ),
     "peft.tuners.lora.layer": (
         ("lora_A", "lora_variant", "parameter_name", "num_experts"),

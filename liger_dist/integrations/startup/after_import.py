@@ -27,10 +27,10 @@ class AfterImport:
         finally:
             self.is_looking = False
         if spec is not None and spec.loader is not None:
-            own = spec.loader.exec_module
+            original = spec.loader.exec_module
 
             def exec_module(module: Any) -> None:
-                own(module)
+                original(module)
                 sys.meta_path.remove(self)
                 self.action()
 

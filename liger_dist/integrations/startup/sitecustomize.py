@@ -18,8 +18,8 @@ def _install() -> None:
 
 
 def _run_another() -> None:
-    own = str(Path(__file__).parent)
-    spec = PathFinder.find_spec("sitecustomize", [path for path in sys.path if path != own])
+    this_folder = str(Path(__file__).parent)
+    spec = PathFinder.find_spec("sitecustomize", [path for path in sys.path if path != this_folder])
     if spec is not None and spec.loader is not None:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 

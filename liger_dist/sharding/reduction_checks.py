@@ -43,9 +43,9 @@ def refuse_unreduced(root: nn.Module, strategy: str) -> None:
     """
     names = unreduced_parameters(root)
     if names:
-        others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         raise LigerDistError(
-            f"nothing averages the gradients of {names[0]}{others} over the ranks: {strategy!r} averages those of "
+            f"nothing averages the gradients of {names[0]}{more} over the ranks: {strategy!r} averages those of "
             f"parameters that were trained when liger_dist.wrap was called. {ORDER}"
         )
 
@@ -191,7 +191,7 @@ class _AdapterCheck:
     def __init__(self, *modules: ref[nn.Module]) -> None:
         self._references = modules
         self._checked: tuple[object, ...] | None = None
-        self._others: frozenset[str] | None = None
+        self._unsharded: frozenset[str] | None = None
         """parameters that FSDP2 has never sharded, whose gradients other code may average; None before it shards"""
 
     def _modules(self) -> list[nn.Module]:
@@ -202,23 +202,23 @@ class _AdapterCheck:
         modules = self._modules()
         self._checked = adapters_of(*modules)
         if next(param_groups(modules[0]), None) is not None:
-            self._others = frozenset(unreduced_parameters(modules[0], with_frozen=True))
+            self._unsharded = frozenset(unreduced_parameters(modules[0], with_frozen=True))
 
     @untraced
     def __call__(self, module: nn.Module, args: Any) -> None:
         modules = self._modules()
         if not (modules and torch.is_grad_enabled()) or adapters_of(*modules) == self._checked:
             return
-        names = [] if self._others is None else unreduced_parameters(modules[0])
-        added = [name for name in names if name not in (self._others or ())]
+        names = [] if self._unsharded is None else unreduced_parameters(modules[0])
+        added = [name for name in names if name not in (self._unsharded or ())]
         if added:
-            others = f" and {len(added) - 1} more" if len(added) > 1 else ""
+            more = f" and {len(added) - 1} more" if len(added) > 1 else ""
             raise LigerDistError(
-                f"nothing averages the gradients of {added[0]}{others} over the ranks: FSDP2 reduces those of "
+                f"nothing averages the gradients of {added[0]}{more} over the ranks: FSDP2 reduces those of "
                 "parameters that the model had when fully_shard was called. Make PEFT's adapters first "
                 "(get_peft_model, PeftModel.from_pretrained, add_adapter), then call fully_shard."
             )
-        if self._others is None:
+        if self._unsharded is None:
             self.note()
         self._checked = adapters_of(*modules)
 
