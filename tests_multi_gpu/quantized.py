@@ -73,6 +73,7 @@ STRATEGIES: dict[str, Any] = {
     "none": lambda: "none",
     "ddp": lambda: "ddp",
     "fsdp2": lambda: "fsdp2",
+    "fsdp2, units of two layers": lambda: liger_dist.FSDP2(layers_per_unit=2),
     "fsdp2, replicated": lambda: liger_dist.FSDP2(frozen="replicate"),
     "fsdp2, resharded late": lambda: liger_dist.FSDP2(reshard_after_forward=False),
     "fsdp2, vocab-parallel": lambda: liger_dist.FSDP2(lm_head="vocab_parallel"),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from liger_dist import LigerDistError
+from liger_dist import FSDP2, LigerDistError
 from liger_dist.fused_layers.packed_calls import is_recurrent
 from liger_dist.model.structure import Structure, find_structure
 from liger_dist_train.head_cost import HeadShapes, head_costs
@@ -35,7 +35,7 @@ SCALES = (1 + FP32 / 256) / 64
 """bytes of scales for each 4-bit weight: one for 64 of them, of 8 bits, and one of fp32 for 256 of those"""
 AUTOCAST = ("none", "ddp", "tp")
 """strategies without a compute dtype of their own"""
-GATHERED_LAYERS = 2
+GATHERED_UNITS = 2
 """the one that runs, and the next one, which is gathered meanwhile"""
 BUCKETS = {"reduce_bucket_size": 500_000_000, "stage3_max_live_parameters": 1_000_000_000, "sub_group_size": 10**9}
 """numbers that ZeRO keeps at once, as DeepSpeed has them where its JSON says nothing"""
@@ -219,7 +219,8 @@ def _plan(
         flat=sum(found.numbers for found in layers if found.trained and found.frozen),
     )
     weight = model.get_input_embeddings().weight  # type: ignore[operator]
-    stored = _stored(a, dims, held, layer, weight, size)
+    in_unit = _layers_of_a_unit(a, dims, structure)
+    stored = _stored(a, dims, held, layer, weight, size, in_unit=in_unit)
     if dims.holds_unsharded_gradients(config):
         stored = replace(stored, gradients=held.trained * FP32)
     if dims.micro_batches(config, dims.global_batch_size(config)) > 1:
@@ -247,7 +248,7 @@ def _plan(
     cost = head_costs(shapes)[head]
     # The embedding's output, and around the last norm the input, the output and the gradient of the head.
     ends = 4 * T * D * size
-    loss = _at_the_head(a, dims, structure, head, cost.held_bytes, layer.numbers * size)
+    loss = _at_the_head(a, dims, structure, head, cost.held_bytes, in_unit * layer.numbers * size)
     computed_again = layer_needs.kept if a.activation_checkpointing else 0
     return replace(
         stored,
@@ -257,6 +258,15 @@ def _plan(
         loss=loss,
         sent=cost.sent_bytes,
     )
+
+
+def _layers_of_a_unit(a: TrainConfig, dims: ParallelDims, structure: Structure) -> int:
+    """Counts the layers of the largest unit."""
+    if dims.strategy != "fsdp2":
+        return 1
+    dtype = torch.bfloat16 if a.dtype == "bfloat16" else None
+    strategy = FSDP2(layers_per_unit=a.layers_per_unit or "auto", param_dtype=dtype)
+    return max(len(unit) for unit in strategy.units(structure))
 
 
 def _held_by(layer: nn.Module, config: TrainConfig, strategy: str, text: Any) -> Held:
@@ -297,11 +307,14 @@ def _of_lora(a: TrainConfig, layer: nn.Module, hidden_size: int, *, under_autoca
     return sum(down.out_features for down in downs) + copies - (2 * hidden_size if is_cast and downs else 0)
 
 
-def _stored(a: TrainConfig, dims: ParallelDims, held: Held, layer: Held, embedding: Tensor, size: int) -> MemoryPlan:
+def _stored(
+    a: TrainConfig, dims: ParallelDims, held: Held, layer: Held, embedding: Tensor, size: int, *, in_unit: int
+) -> MemoryPlan:
     """Plans what does not depend on the tokens.
 
     Args:
         embedding: weight of the input embedding.
+        in_unit: layers that are gathered together.
     """
     numbers = held.trained
     states = numbers * (STATES[a.optimizer] + (FP32 if a.ema_decay else 0)) - held.matrices * FP32
@@ -311,9 +324,9 @@ def _stored(a: TrainConfig, dims: ParallelDims, held: Held, layer: Held, embeddi
         return _zero(a, dims, held, size)
     if dims.strategy in ("fsdp1", "fsdp2"):
         share = -(-numbers // dims.parameter_shards)
-        # Gathered weights; gradients of one layer as they are computed and, in fp32, as they are reduced.
+        # Gathered weights; gradients of one unit as they are computed and, in fp32, as they are reduced.
         in_layer = layer.trained * size + layer.compute_bytes
-        gathered = in_layer * GATHERED_LAYERS + layer.trained * (size + FP32) + held.largest * size
+        gathered = in_unit * (in_layer * GATHERED_UNITS + layer.trained * (size + FP32)) + held.largest * size
         frozen = -(-held.frozen_bytes // dims.parameter_shards) + held.scales
         if a.frozen == "replicate":
             # All LoRA layers are gathered and reduced at once.

@@ -241,9 +241,11 @@ def strategy_of(config: TrainConfig, dims: ParallelDims, mesh: Any) -> Strategy:
         "cpu_offload": config.cpu_offload,
         "frozen": config.frozen,
         "lm_head": config.lm_head,
+        "layers_per_unit": config.layers_per_unit or "auto",
         "float8": config.float8,
     }
     usual = {"reshard_after_forward": True, "cpu_offload": False, "frozen": "shard", "lm_head": "gather"}
+    usual["layers_per_unit"] = "auto"
     for name, value in options.items():
         if name not in names and value != usual.get(name):
             raise LigerDistError(

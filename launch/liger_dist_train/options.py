@@ -163,6 +163,9 @@ class TrainOptions:
     lm_head: Literal["gather", "vocab_parallel"] = option(
         "gather", "fsdp2: all-gather lm_head's weight for the loss, or keep row shards and communicate hidden states"
     )
+    layers_per_unit: Optional[int] = option(
+        None, "fsdp2: layers that are all-gathered together; default: as many as have 192 MiB, at least four units"
+    )
     reshard_after_forward: bool = option(True, "fsdp1, fsdp2: free a layer's weights between forward and backward")
     frozen: Literal["shard", "replicate"] = option(
         "shard", "fsdp1, fsdp2: shard the weights that LoRA freezes, or keep all of them on every rank"

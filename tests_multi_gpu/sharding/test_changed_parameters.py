@@ -23,6 +23,7 @@ from liger_dist.sharding.process_groups import compute_device
 TOLERANCE = 1e-9
 FSDP2: dict[str, dict[str, Any]] = {
     "fsdp2": {},
+    "fsdp2, units of two layers": {"layers_per_unit": 2},
     "fsdp2, not resharded": {"reshard_after_forward": False},
     "vocab-parallel": {"lm_head": "vocab_parallel"},
 }

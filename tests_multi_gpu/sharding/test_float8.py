@@ -47,6 +47,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "gather": {},
     "vocab_parallel": {"lm_head": "vocab_parallel"},
     "HSDP": {"mesh": (2, 1)},
+    "units of two layers": {"layers_per_unit": 2},
     "no reshard": {"reshard_after_forward": False},
     "three ranks": {},
 }

@@ -28,6 +28,7 @@ LEARNING_RATE = 0.1
 STEPS = 2
 FSDP2_OPTIONS: dict[str, dict[str, Any]] = {
     "fsdp2": {},
+    "fsdp2, units of two layers": {"layers_per_unit": 2},
     "fsdp2, not resharded": {"reshard_after_forward": False},
     "fsdp2, replicas": {"mesh": (2, 1)},
     "fsdp2, frozen replicated": {"frozen": "replicate"},
@@ -40,7 +41,7 @@ FSDP1_OPTIONS: dict[str, dict[str, Any]] = {
     "fsdp1, not resharded": {"reshard_after_forward": False},
     "fsdp1, frozen replicated": {"frozen": "replicate"},
 }
-DECODER_ALONE = ("fsdp2", "fsdp2, not resharded", "fsdp2, replicas")
+DECODER_ALONE = ("fsdp2", "fsdp2, units of two layers", "fsdp2, not resharded", "fsdp2, replicas")
 ZERO = {"zero1": 1, "zero2": 2, "zero3": 3}
 BEFORE_WRAP, AFTER_WRAP = BY_CALLER = ("sharded before wrap", "sharded after wrap")
 STRATEGIES = ("ddp", *FSDP1_OPTIONS, *FSDP2_OPTIONS, *BY_CALLER, *ZERO)

@@ -28,6 +28,7 @@ from liger_dist.model.peft import base_model_of
 
 FSDP2: dict[str, dict[str, Any]] = {
     "fsdp2": {},
+    "fsdp2, units of two layers": {"layers_per_unit": 2},
     "fsdp2, not resharded": {"reshard_after_forward": False},
     "fsdp2, replicas": {"mesh": (2, 1)},
     "vocab-parallel": {"lm_head": "vocab_parallel"},

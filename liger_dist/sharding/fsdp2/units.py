@@ -53,17 +53,15 @@ def units_of(layers: Sequence[nn.Module], layers_per_unit: LayersPerUnit, param_
     if layers_per_unit != "auto":
         return [tuple(layers[start : start + layers_per_unit]) for start in range(0, len(layers), layers_per_unit)]
     sizes = [bytes_of(layer, param_dtype) for layer in layers]
-    enough = min(UNIT_BYTES, sum(sizes) / LEAST_UNITS)
-    units: Units = []
-    unit: list[nn.Module] = []
-    held = 0
+    units: list[list[nn.Module]] = []
+    held = UNIT_BYTES
     for layer, size in zip(layers, sizes, strict=True):
-        unit.append(layer)
+        if held >= UNIT_BYTES or LEAST_UNITS * (held + size) > sum(sizes):
+            units.append([])
+            held = 0
+        units[-1].append(layer)
         held += size
-        if held >= enough:
-            units.append(tuple(unit))
-            unit, held = [], 0
-    return [*units, tuple(unit)] if unit else units
+    return list(map(tuple, units))
 
 
 def reason_against_units(layers: Sequence[nn.Module], config: Any) -> str | None:
