@@ -104,8 +104,8 @@ def wrap(
                 record.loss.wrapper_redirect = WrapperRedirect(wrapped)
         if isinstance(chosen, AVERAGING):
             refuse_unreduced(wrapped, chosen.name)
+        _watch(wrapped, outer, model, record)
         failure.pop_all()
-    _watch(wrapped, outer, model, record)
     return wrapped
 
 
@@ -141,7 +141,9 @@ def _fuse(
     packing, decoder = found.packing, found.structure.decoder
     attention = select_attention(decoder, packing.wanted, packing.attention_reason)
     undo.add(_restore_attention, attention)
-    hooks: list[RemovableHandle] = [*packing.install(outer, model, found.structure, attention)]
+    hooks: list[RemovableHandle] = []
+    undo.add(_remove_hooks, hooks)
+    hooks += packing.install(outer, model, found.structure, attention)
     if packing.recurrent is not None:
         backend = config.backend if config.layer_kernels else None
         hooks.append(packing.recurrent.install(model, found.structure, owner=owner, backend=backend))
@@ -149,7 +151,6 @@ def _fuse(
         layers = replace(layers, swapped=(*layers.swapped, *convolutions.items()), left=(*layers.left, *left.items()))
     if shards_sequences(strategy):
         hooks.append(guard_decoder(decoder))
-    undo.add(_remove_hooks, hooks)
     loss.warnings.replaced_attention = attention.original
     record = Wrapped(
         found=found,
@@ -163,8 +164,8 @@ def _fuse(
     )
     setattr(model, RECORD, record)
     undo.add(delattr, RECORD)
-    swap_model(outer, model, loss)
     undo.add(restore_model)
+    swap_model(outer, model, loss)
     undo.add(_remove_loss, loss)
     loss.install(model)
     return record
@@ -181,16 +182,15 @@ def _watch(wrapped: nn.Module, outer: nn.Module, model: nn.Module, record: Wrapp
     """Installs what checks later steps: that every trained parameter is reduced, and that FSDP2's groups are sharded
     again; and adds what ``unwrap`` takes back of the strategy's."""
     strategy, structure, undo = record.strategy, record.found.structure, record.undo
+    for uninstall in (_detach_sequence_axis, release_communicators, encoders.uninstall):
+        undo.add(uninstall)
+    undo.add(allow_unreduced)
     if isinstance(strategy, AVERAGING):
         refuse_unreduced_later(wrapped, outer, model, strategy.name)
     elif isinstance(strategy, Auto):
         refuse_adapters_later(wrapped, outer, model)
-    undo.add(allow_unreduced)
-    resharding.install(wrapped, outer, model, structure.decoder, may_shard_later=isinstance(strategy, Auto))
     undo.add(resharding.uninstall)
-    undo.add(encoders.uninstall)
-    undo.add(release_communicators)
-    undo.add(_detach_sequence_axis)
+    resharding.install(wrapped, outer, model, structure.decoder, may_shard_later=isinstance(strategy, Auto))
     if strategy.shards_parameters:
         mark_sharded(wrapped, strategy.name)
 

@@ -59,13 +59,14 @@ def swap_model(outer: nn.Module, model: nn.Module, loss: FusedLoss) -> None:
 
 def restore_model(model: nn.Module) -> None:
     """Undoes :func:`swap_model`. A forward that other code has patched since stays, on top of the earlier ones."""
-    fused: Any = next(cls for cls in type(model).__mro__ if FusedModel in cls.__bases__)
-    model.__class__ = with_base(type(model), fused, fused._liger_dist_base)
+    fused: Any = next((cls for cls in type(model).__mro__ if FusedModel in cls.__bases__), None)
+    if fused is not None:  # The swap itself may have failed.
+        model.__class__ = with_base(type(model), fused, fused._liger_dist_base)
     if _ORIGINALS in vars(model) and "forward" not in vars(model):
         *below, vars(model)["forward"] = vars(model).pop(_ORIGINALS)
         if below:
             vars(model)[_ORIGINALS] = tuple(below)
-    del vars(model)[_LOSS]
+    vars(model).pop(_LOSS, None)
 
 
 def loss_of(model: nn.Module) -> FusedLoss | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -150,15 +150,17 @@ class GatedMatch(Match):
     """tokens of one tile; None for all tokens at once"""
 
     def of_twin(self, module: nn.Module) -> GatedMatch | None:
-        if not self.attributes.are_those_of(module):
+        if not self.attributes.are_of_twin(module):
             return None
         remaining = {}
         for name, state in self.remaining.items():
-            twin = state.of_twin(module._modules[name])
+            twin = state.of_twin(module._modules.get(name))
             if twin is None:
                 return None
             remaining[name] = twin
-        return replace(self, remaining=remaining)
+        match = replace(self, remaining=remaining, attributes=Attributes(module))
+        with probing(module):
+            return match if _agrees(module, match, _probe_values()[1:2], (True,)) else None
 
     def __str__(self) -> str:
         tiles = "" if self.tile_tokens is None else f", {self.tile_tokens} tokens at a time"
@@ -259,15 +261,24 @@ def _explained(module: nn.Module, roles: tuple[str, str | None, str], backend: B
     remaining = {name: PartState.of(part) for name, part in parts}
     attributes = Attributes(module)
     of_roles = functools.partial(GatedMatch, gate=gate, up=up, down=down, remaining=remaining, attributes=attributes)
-    generator = torch.Generator().manual_seed(0)
-    values = [[scale * torch.randn(1, 4, 8, generator=generator) for _ in range(2)] for scale in PROBE_SCALES]
     for gate_first, activation in product((True, False) if up is None else (True,), ACTIVATIONS):
         match = of_roles(gate_first=gate_first, activation=activation, backend=backend)
-        originals = [functools.partial(_original, module, match, training) for training in (False, True)]
-        compute = functools.partial(gated_activation, activation=activation, backend="reference")
-        if all(agrees(pair, original, compute, tolerance=TOLERANCE) for pair, original in product(values, originals)):
+        if _agrees(module, match, _probe_values(), (False, True)):
             return match
     return None
+
+
+def _probe_values() -> list[list[Tensor]]:
+    """Returns values of gate and up, at each of the scales."""
+    generator = torch.Generator().manual_seed(0)
+    return [[scale * torch.randn(1, 4, 8, generator=generator) for _ in range(2)] for scale in PROBE_SCALES]
+
+
+def _agrees(module: nn.Module, match: GatedMatch, values: Sequence[list[Tensor]], modes: Sequence[bool]) -> bool:
+    """True if the original forward computes the match, for all values in all modes (True: training)."""
+    originals = [functools.partial(_original, module, match, training) for training in modes]
+    compute = functools.partial(gated_activation, activation=match.activation, backend="reference")
+    return all(agrees(pair, original, compute, tolerance=TOLERANCE) for pair, original in product(values, originals))
 
 
 def _original(module: nn.Module, match: GatedMatch, training: bool, gate: Tensor, up: Tensor) -> Any:

@@ -100,7 +100,11 @@ class GatedNormMatch(Match):
     """attributes of the module when it was matched"""
 
     def of_twin(self, module: nn.Module) -> GatedNormMatch | None:
-        return self if self.attributes.are_those_of(module) else None
+        if not self.attributes.are_of_twin(module):
+            return None
+        with probing(module):
+            trial = _trial_of(module, full_shape(module._parameters["weight"])[0])  # type: ignore[arg-type]
+            return replace(self, attributes=trial.attributes) if trial.has_output_of(self.options) else None
 
     def __str__(self) -> str:
         options = self.options

@@ -7,6 +7,11 @@ one function: one product with all their A, and each B's product is what the GEM
 backward the GEMMs add up the gradient of the input. Where the base layer is another one, or has hooks, only B's product
 is added in place.
 
+[Note: fp32 matrices over a base of 16 bits]
+PEFT makes A and B in fp32 unless it is told otherwise, and without autocast computes ``A(x)`` from an fp32 copy of each
+input. Here A and B are rounded to the dtype of the input, as autocast does, and their gradients have fp32 again: the
+products are those of adapters in 16 bits, and the optimizer updates fp32 masters.
+
 Legend: T tokens, I and O features of input and output, r LoRA rank.
 """
 
@@ -47,9 +52,9 @@ class Projection:
     """``QuantState`` of 4-bit weights"""
     bias: Tensor | None
     weight_rI: Tensor
-    """A"""
+    """A, in the dtype of the input or in fp32"""
     weight_Or: Tensor
-    """B"""
+    """B, likewise"""
     scaling: float
 
     def tensors(self) -> tuple[Tensor, ...]:
@@ -76,7 +81,7 @@ class _Projections(torch.autograd.Function):
     def forward(ctx: Any, projections: Sequence[Projection], x: Tensor, *tensors: Tensor | None) -> tuple[Tensor, ...]:
         """``tensors``: bias, A and B of each projection, for their gradients."""
         x_TI = x.flatten(0, -2)
-        low_Tr = x_TI @ _stacked(projections).T
+        low_Tr = x_TI @ _stacked(projections, x.dtype).T
         outputs = []
         for projection, low in zip(projections, low_Tr.split(_ranks(projections), 1), strict=True):
             # The output is no view, so that the model may change it in place.
@@ -84,7 +89,7 @@ class _Projections(torch.autograd.Function):
             y = output.view(-1, output.shape[-1]) if x.numel() else output.flatten(0, -2)
             given = y if projection.bias is None else projection.bias
             beta = 0 if projection.bias is None else 1
-            torch.addmm(given, low, projection.weight_Or.T, beta=beta, alpha=projection.scaling, out=y)
+            torch.addmm(given, low, projection.weight_Or.to(x.dtype).T, beta=beta, alpha=projection.scaling, out=y)
             y.addmm_(x_TI, projection.full_weight(x.dtype).T)
             outputs.append(output)
         saved = (tensor for p in projections for tensor in (p.weight, p.weight_rI, p.weight_Or))
@@ -108,13 +113,15 @@ class _Projections(torch.autograd.Function):
         d_bs: list[Tensor | None] = []
         for (projection, _, low, d_low), d in zip(parts, d_y, strict=True):
             if d is not None:
-                torch.addmm(d_low, d, projection.weight_Or, beta=0, alpha=projection.scaling, out=d_low)
-            d_bs.append(None if d is None else _scaled_product(d.T, low, projection.scaling))
+                b = projection.weight_Or.to(x.dtype)
+                torch.addmm(d_low, d, b, beta=0, alpha=projection.scaling, out=d_low)
+            d_b = None if d is None else _scaled_product(d.T, low, projection.scaling)
+            d_bs.append(None if d_b is None else d_b.to(projection.weight_Or.dtype))
         trains_a = any(ctx.needs_input_grad[3::3])
-        d_as = (d_low_Tr.T @ x_TI).split(ranks) if trains_a else [None] * len(ranks)
+        d_as = (d_low_Tr.T @ x_TI).to(projections[0].weight_rI.dtype).split(ranks) if trains_a else [None] * len(ranks)
         d_x = None
         if ctx.needs_input_grad[1]:
-            d_x = d_low_Tr @ _stacked(projections)
+            d_x = d_low_Tr @ _stacked(projections, x.dtype)
             for projection, d in zip(projections, d_y, strict=True):
                 if d is not None:
                     d_x.addmm_(d, projection.full_weight(x.dtype))
@@ -135,11 +142,11 @@ def _ranks(projections: Sequence[Projection]) -> list[int]:
     return [projection.weight_rI.shape[0] for projection in projections]
 
 
-def _stacked(projections: Sequence[Projection]) -> Tensor:
+def _stacked(projections: Sequence[Projection], dtype: torch.dtype) -> Tensor:
     """Returns A of all projections, one below the other."""
     if len(projections) == 1:
-        return projections[0].weight_rI
-    return torch.cat([projection.weight_rI for projection in projections])
+        return projections[0].weight_rI.to(dtype)
+    return torch.cat([projection.weight_rI for projection in projections]).to(dtype)
 
 
 def _project(projections: Sequence[Projection], x: Tensor) -> tuple[Tensor, ...]:
@@ -260,7 +267,7 @@ def linear_of(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
 
 def _compute(module: Any, match: LowRankMatch, x: Any = None, *args: Any, **kwargs: Any) -> Any:
     ready, match.ready = match.ready, None
-    if args or kwargs or not has_kernels(x, under_autocast=False) or x.dim() < 2:
+    if args or kwargs or not has_kernels(x) or x.dim() < 2 or _casts(x):
         return NotImplemented
     own = _projection(module, x)
     if own is not None:
@@ -268,7 +275,7 @@ def _compute(module: Any, match: LowRankMatch, x: Any = None, *args: Any, **kwar
         if ready is not None and is_own and ready[1] == _state_of_call(own, x):
             return ready[3]
         return _together(module, match, own, x)
-    name = _adapter(module, x)
+    name = None if torch.is_autocast_enabled(x.device.type) else _adapter(module, x)
     if name is None:
         return NotImplemented
     modules = module._modules
@@ -325,7 +332,8 @@ def _projection(module: Any, x: Tensor) -> Projection | None:
     is_plain, is_four_bit = is_plain_linear(base), is_four_bit_linear(base) and not has_hooks(base)
     if not (is_plain or is_four_bit) or has_hooks(a) or has_hooks(b):
         return None
-    if not (_is_plain_matrix(a, x) and _is_plain_matrix(b, x)):
+    # See [Note: fp32 matrices over a base of 16 bits].
+    if not (_is_plain_matrix(a, x.dtype, torch.float32) and _is_plain_matrix(b, x.dtype, torch.float32)):
         return None
     # As attributes: FSDP1 keeps full weights there, and not among the parameters.
     weight, bias, low, high = base.weight, base.bias, a.weight, b.weight
@@ -346,12 +354,18 @@ def _projection(module: Any, x: Tensor) -> Projection | None:
     return Projection(weight, state, bias, low, high, module.scaling[name])
 
 
-def _is_plain_matrix(layer: nn.Module, x: Tensor) -> bool:
-    """True for A or B as PEFT makes it, in the dtype of ``x``, with a full weight."""
+def _is_plain_matrix(layer: nn.Module, *dtypes: torch.dtype) -> bool:
+    """True for A or B as PEFT makes it, in one of these dtypes, with a full weight."""
     if type(layer) is not nn.Linear or layer.bias is not None:
         return False
     weight = layer.weight
-    return is_local(weight) and weight.dtype == x.dtype and weight.dim() == 2
+    return is_local(weight) and weight.dtype in dtypes and weight.dim() == 2
+
+
+def _casts(x: Tensor) -> bool:
+    """True where autocast computes products in another dtype than that of ``x``."""
+    kind = x.device.type
+    return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != x.dtype
 
 
 def _added(y: Tensor, low: Tensor, weight_Or: Tensor, scaling: float) -> Tensor:
@@ -367,7 +381,7 @@ def _adapter(module: Any, x: Any) -> str | None:
     if name is None or not _is_fresh_output_of(modules["base_layer"]):
         return None
     a, b = modules["lora_A"]._modules[name], modules["lora_B"]._modules[name]
-    is_plain = all(_is_plain_matrix(part, x) for part in (a, b))
+    is_plain = all(_is_plain_matrix(part, x.dtype) for part in (a, b))
     return name if is_plain and not has_hooks(b) else None
 
 

@@ -133,7 +133,11 @@ class NormMatch(Match):
     """True if the result has the order of the rows' dims in memory; False if it is contiguous"""
 
     def of_twin(self, module: nn.Module) -> NormMatch | None:
-        return self if self.attributes.are_those_of(module) else None
+        if not self.attributes.are_of_twin(module):
+            return None
+        with probing(module):
+            trial = _trial_of(module)
+            return replace(self, attributes=trial.attributes) if trial.has_output_of(self.options) else None
 
     def __str__(self) -> str:
         options = self.options
@@ -154,7 +158,7 @@ def _match(module: nn.Module, backend: Backend) -> NormMatch:
         return _explained(module, backend)
 
 
-def _explained(module: nn.Module, backend: Backend) -> NormMatch:
+def _trial_of(module: nn.Module) -> Trial[NormOptions]:
     given = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
     shapes = {full_shape(parameter) for parameter in given.values()}
     if any(len(shape) != 1 or shape[0] < 2 for shape in shapes) or len(shapes) > 1:
@@ -164,13 +168,17 @@ def _explained(module: nn.Module, backend: Backend) -> NormMatch:
     # Rows of very different sizes, so that the position of eps and clipped values show.
     x = torch.randn(1, 5, width, generator=generator) * torch.tensor([300.0, 3.0, 1.0, 1e-2, 1e-3])[:, None]
     values = {name: torch.randn(width, generator=generator) for name in given}
-    trial = Trial[NormOptions](module, (x,), values, _of_options, tolerance=TOLERANCE)
+    return Trial(module, (x,), values, _of_options, tolerance=TOLERANCE)
+
+
+def _explained(module: nn.Module, backend: Backend) -> NormMatch:
+    trial = _trial_of(module)
     options = _explained_forward(trial)
     if options is None:
         raise LeftAloneError("its forward is no RMSNorm or LayerNorm of the last dim")
     if not trial.agrees(options):
         raise LeftAloneError("its gradients are not those of the norm that its forward is")
-    before_weight = (True, False) if "weight" in values and not options.offset else (False,)
+    before_weight = (True, False) if "weight" in trial.parameters and not options.offset else (False,)
     rounded = trial.first_that_rounds_alike(replace(options, round_before_weight=before) for before in before_weight)
     if rounded is None:
         raise LeftAloneError("it rounds in a way that is not known")
@@ -179,7 +187,7 @@ def _explained(module: nn.Module, backend: Backend) -> NormMatch:
     return NormMatch(
         options=rounded,
         backend=backend,
-        parameters=tuple(given),
+        parameters=tuple(trial.parameters),
         attributes=trial.attributes,
         under_autocast=not is_torchs and _is_same_under_autocast(trial, rounded),
         keeps_layout=_keeps_layout(trial),

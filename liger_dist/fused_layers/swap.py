@@ -44,8 +44,8 @@ class Match:
     them itself, or reads none"""
 
     def of_twin(self, module: nn.Module) -> Match | None:
-        """Returns the match of a module with the class, the submodules and the shapes of the one that was probed; None
-        if it has to be probed as well."""
+        """Returns the match of a module with the class, the submodules and the shapes of the one that was probed, after
+        one comparison; None if it has to be probed as well."""
         return None
 
 
@@ -232,10 +232,7 @@ class PartState:
 
     def is_unchanged(self, now: nn.Module | None) -> bool:
         """True if ``now`` is the part, and it has no hooks, patches or other attributes."""
-        return now is self.part and self._is_like(now)
-
-    def _is_like(self, now: nn.Module) -> bool:
-        if type(now) is not self.forward.cls or not self.forward.is_current():
+        if now is not self.part or type(now) is not self.forward.cls or not self.forward.is_current():
             return False
         if now._parameters or now._buffers or now._modules or has_hooks(now):
             return False
@@ -243,7 +240,9 @@ class PartState:
 
     def of_twin(self, part: nn.Module | None) -> PartState | None:
         """Returns the state of the same part of another module; None if it differs."""
-        return PartState(part, self.forward, self.attributes) if part is not None and self._is_like(part) else None
+        if part is None or type(part) is not self.forward.cls or has_hooks(part):
+            return None
+        return PartState.of(part) if self.attributes.are_of_twin(part) else None
 
 
 def has_hooks(module: nn.Module) -> bool:

@@ -43,6 +43,11 @@ class _ByMaker:
     def __init__(self, maker: tuple[Callable[..., Any], tuple[Any, ...]]) -> None:
         self._maker = maker
 
+    def made(self) -> Any:
+        """Returns the class."""
+        make, args = self._maker
+        return make(*args)
+
     def __reduce__(self) -> Any:
         make, args = self._maker
         makers = (vars(arg).get("_liger_dist_maker") if isinstance(arg, type) else None for arg in args)
@@ -51,6 +56,7 @@ class _ByMaker:
 
 def _blank(cls: Any) -> Any:
     """Makes an object without state, for a pickle or a copy to fill."""
+    cls = cls.made() if isinstance(cls, _ByMaker) else cls  # copy.copy copies no arguments.
     return cls.__new__(cls)
 
 

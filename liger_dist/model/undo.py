@@ -23,7 +23,6 @@ class Undo:
         self._functions.append((function, args, kwargs))
 
     def run(self, model: nn.Module) -> None:
-        """Undoes all changes, the last one first."""
-        while self._functions:
-            function, args, kwargs = self._functions.pop()
+        """Undoes all changes, the last one first. The list stays: a shallow copy of the model shares it."""
+        for function, args, kwargs in reversed(self._functions):
             function(model, *args, **kwargs)

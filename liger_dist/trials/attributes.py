@@ -57,6 +57,7 @@ class Attributes:
         self.simple = tuple(simple)
         """names and values of numbers, strings and flags"""
         self._absent = names - namespace.keys() - self._held - {"forward"}
+        self._present = _names_of(namespace)
 
     @contextmanager
     def noting(self, module: nn.Module) -> Iterator[None]:
@@ -86,8 +87,17 @@ class Attributes:
                 return False
         return all(_content(_at(module, path)) == content for path, content in self._read.items())
 
+    def are_of_twin(self, module: nn.Module) -> bool:
+        """True if all of them are those of another module, and it has no attributes of other names: functions that the
+        code calls may read some by names that it does not contain."""
+        return self._present == _names_of(vars(module)) and self.are_those_of(module)
+
     def _counts(self, name: str) -> bool:
         return name in self._names or not name.startswith(_OF_ENGINES)
+
+
+def _names_of(attributes: dict[str, Any]) -> frozenset[str]:
+    return frozenset(name for name in attributes if not name.startswith(_OF_ENGINES))
 
 
 class _NotedConfig:
@@ -186,6 +196,11 @@ def names_in(cls: Any) -> frozenset[str]:
 def _add_words(value: Any, words: set[str], seen: set[int]) -> None:
     """Adds the names and strings in the code of a function, of those inside of it, and of those that it decorates."""
     value = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+    if isinstance(value, tuple | frozenset):
+        # Constants, as of a loop over names.
+        words.update(one for one in value if isinstance(one, str))
+        for one in value:
+            _add_words(one, words, seen)
     if id(value) in seen or not isinstance(value, FunctionType | CodeType):
         return
     seen.add(id(value))
