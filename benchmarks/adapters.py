@@ -45,6 +45,11 @@ WAYS = {
         "liger_dist, 4 bits",
         "PEFT + Liger, 4 bits",
         "PEFT, 4 bits",
+        "liger_dist, fp32 adapters",
+        "PEFT + Liger, fp32 adapters",
+        "PEFT, fp32 adapters",
+        "liger_dist, 4 bits, fp32 adapters",
+        "PEFT, 4 bits, fp32 adapters",
     ),
     "fsdp2": (
         "liger_dist",
@@ -57,8 +62,11 @@ WAYS = {
 }
 
 
-def make_model(layers: int, frozen: dict[str, Tensor], packed: dict[str, Any], *, four_bit: bool) -> Any:
-    """A base with LoRA layers; its frozen tensors are those of the first call."""
+def make_model(
+    layers: int, frozen: dict[str, Tensor], packed: dict[str, Any], *, four_bit: bool, fp32_adapters: bool = False
+) -> Any:
+    """A base with LoRA layers, in bf16 unless ``fp32_adapters``, PEFT's default; its frozen tensors are those of the
+    first call."""
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -77,7 +85,7 @@ def make_model(layers: int, frozen: dict[str, Tensor], packed: dict[str, Any], *
         quantize(model.model, packed)
         model.is_loaded_in_4bit = True
     lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
-    return get_peft_model(model, lora, autocast_adapter_dtype=False).cuda()
+    return get_peft_model(model, lora, autocast_adapter_dtype=fp32_adapters).cuda()
 
 
 def quantize(decoder: nn.Module, packed: dict[str, Any]) -> None:
@@ -145,7 +153,7 @@ def warmed_up(way: str, layers: int, sharding: str, module: Any, bases: Bases, i
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
-    model = make_model(layers, *bases, four_bit="4 bits" in way)
+    model = make_model(layers, *bases, four_bit="4 bits" in way, fp32_adapters="fp32 adapters" in way)
     # Weights that all ways share were there before; those of this way count in full.
     shared = sum({p.data_ptr(): p.nbytes for p in model.parameters() if not p.requires_grad}.values())
     training = make_training(way, model, sharding, module)

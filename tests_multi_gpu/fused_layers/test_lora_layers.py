@@ -15,7 +15,7 @@ import pytest
 import torch
 from full_tensors import deepspeed_step, full_gradients
 from harness import Workers
-from models import assert_below, make_batch, make_model
+from models import HIDDEN_SIZE, assert_below, make_batch, make_model
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -433,12 +433,43 @@ def test_base_layers_of_others() -> None:
         assert torch.equal(layers[0](x), layers[1](x))
 
 
-def test_adapters_in_another_dtype() -> None:
-    """PEFT keeps adapters of a bf16 model in fp32, and computes them so."""
-    wrapped, own = liger_dist.wrap(adapted(torch.bfloat16), "none"), adapted(torch.bfloat16)
-    batch = make_batch(0)
-    loss, expected = (model(**batch, use_cache=False).loss for model in (wrapped, own))
-    assert relative_error(loss, expected) < 1e-2
+@pytest.mark.parametrize("under_autocast", [False, True], ids=["as it is", "autocast"])
+def test_fp32_adapters_over_a_base_of_16_bits(under_autocast: bool) -> None:
+    """PEFT's default: gradients of fp32 as exact as its own, and no copy of an input in fp32."""
+    wrapped, own, truth = liger_dist.wrap(adapted(torch.bfloat16), "none"), adapted(torch.bfloat16), adapted()
+    truth.load_state_dict(own.state_dict())
+    truth.double()
+    batch, copies = make_batch(0), []
+    size = batch["input_ids"].numel() * HIDDEN_SIZE
+
+    def note(saved: Tensor) -> Tensor:
+        copies.append(saved.dtype == torch.float32 and saved.numel() >= size)
+        return saved
+
+    gradients = []
+    for model in (wrapped, own, truth):
+        autocast = torch.autocast(compute_device().type, torch.bfloat16, enabled=under_autocast and model is not truth)
+        with autocast, torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved):
+            hidden_states = model.base_model.model.model(input_ids=batch["input_ids"]).last_hidden_state
+        hidden_states.float().square().mean().backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+        copies = copies if model is wrapped else []
+        if model is wrapped:
+            # The norms keep fp32 numbers of their own.
+            number_of_copies = sum(copies)
+    ours, pefts, true = gradients
+    assert ours.keys() == pefts.keys() == true.keys()
+    assert all(gradient.dtype == torch.float32 for gradient in ours.values())
+    for name, gradient in true.items():
+        assert relative_error(ours[name], gradient) <= 2 * relative_error(pefts[name], gradient) + 2e-3, name
+    assert number_of_copies == 0
+
+
+def test_fp32_adapters_with_one_input_are_one_product() -> None:
+    wrapped = liger_dist.wrap(adapted(torch.bfloat16), "none")
+    with Products() as products:
+        wrapped(**make_batch(0), use_cache=False)
+    assert products.of_several == GROUPS["llama"]
 
 
 def test_copies_checkpoints_and_unwrap(tmp_path: Any) -> None:
