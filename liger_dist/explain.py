@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from inspect import unwrap
 from typing import Any
 
@@ -36,16 +36,19 @@ class Explanation:
     packing: str
     """how attention, recurrent and convolution layers keep packed documents apart, or why such a call is refused"""
     compiled: str | None = None
-    """number of compiled decoder layers, or the reason why ``compile_layers="auto"`` compiles none; None if neither
-    applies"""
-    frozen: str | None = None
-    """memory of frozen parameters under FSDP, sharded and replicated; None without any, or for one rank"""
-    units: str | None = None
-    """number of FSDP2's units of decoder layers, and what one holds unsharded; None if each layer is one"""
+    """number of compiled decoder layers, or under FSDP on GPUs the reason why none is; None if neither applies"""
+    sharding: dict[str, str] = field(default_factory=dict)
+    """what FSDP says of the model, by row: "frozen weights", their memory, sharded and replicated; "units", the number
+    of FSDP2's units of decoder layers, where they have several, and what one holds unsharded"""
     router_loss: str | None = None
     """how the model adds the loss of its routers to that of the tokens; None if it does not"""
     labels: str | None = None
     """how the loss differs from the mean of the next tokens over ``num_items_in_batch``; None if it does not"""
+
+    @property
+    def frozen(self) -> str | None:
+        """Memory of frozen parameters under FSDP, sharded and replicated; None without any, or for one rank."""
+        return self.sharding.get("frozen weights")
 
     def __str__(self) -> str:
         rows = [*self.facts.lines(), ("loss", self.fused), ("adapter", self.adapter or "none")]
@@ -53,8 +56,7 @@ class Explanation:
         rows += [*self.layers.lines(), ("attention", self.attention)]
         rows.append(("packed documents", self.packing))
         rows += [] if self.compiled is None else [("compiled layers", self.compiled)]
-        rows += [] if self.frozen is None else [("frozen weights", self.frozen)]
-        rows += [] if self.units is None else [("units", self.units)]
+        rows += self.sharding.items()
         rows += [] if self.router_loss is None else [("router loss", self.router_loss)]
         rows += [] if self.labels is None else [("labels", self.labels)]
         width = max(len(name) for name, _ in rows)
@@ -93,8 +95,7 @@ def explain(model: nn.Module) -> Explanation:
         attention=str(record.attention),
         packing=str(record.found.packing),
         compiled=_compiled(record),
-        frozen=record.found.frozen,
-        units=record.found.units,
+        sharding=record.found.rows,
         router_loss=_router_loss(inner),
         labels=_labels(inner, record),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 import zlib
 from collections.abc import Sequence
@@ -37,6 +38,7 @@ from .sharding.sequence_parallel import check_losses
 from .sharding.single import LoadedByHost
 from .trials.isolated import torch_defaults
 
+_LOGGER = logging.getLogger(__name__)
 _COMPARED = (bool, int, float, str, torch.dtype, NoneType)
 
 
@@ -135,15 +137,13 @@ def _inspect(outer: nn.Module, strategy: str | Strategy, mesh: Mesh | None, conf
     packing = find_packing(model, structure, varlen_attention=config.varlen_attention)
     is_recurrent = packing.recurrent is not None
     chosen, not_compiled = _decide_compilation(chosen, structure, config, is_recurrent=is_recurrent)
-    frozen = chosen.cost_of_frozen(outer) if isinstance(chosen, FullySharded) else None
     findings = Findings(
         structure=structure,
         recipe=recipe,
         unfused_reason=reason,
         packing=packing,
         not_compiled=not_compiled,
-        frozen=frozen,
-        units=chosen.describe_units(structure) if isinstance(chosen, FSDP2) else None,
+        rows=chosen.rows(outer, structure) if isinstance(chosen, FullySharded) else {},
     )
     device = "host" if isinstance(chosen, LoadedByHost) else "meta" if on_meta else "real"
     return chosen, findings, Origin(device=device, parameters=_parameters_of(outer), initialize=initialize)
@@ -156,14 +156,26 @@ def _parameters_of(outer: nn.Module) -> str:
     return f"{trained} (checksum {zlib.crc32(repr(named).encode()):08x})"
 
 
+COMPILED_GAIN = (
+    "compile_layers is False; with 'auto' a step of 0.6B to 1B parameters on two H200 takes 0.64 to 0.92 of its time "
+    "(docs/strategies.md#compiled-layers)"
+)
+
+
 def _decide_compilation(
     strategy: Strategy, structure: Structure, config: WrapConfig, *, is_recurrent: bool
 ) -> tuple[Strategy, str | None]:
-    """Decides ``compile_layers="auto"``; returns the strategy with True or False, and the reason for False."""
-    if not isinstance(strategy, FullySharded) or strategy.compile_layers != "auto":
+    """Decides ``compile_layers="auto"``; returns the strategy with True or False, and why layers are not compiled that
+    could be."""
+    if not isinstance(strategy, FullySharded) or strategy.compiles_layers:
         return strategy, None
     reason = strategy.reason_against_compiling(structure, config, is_recurrent=is_recurrent)
-    return replace(strategy, compile_layers=reason is None), reason
+    if strategy.compile_layers == "auto":
+        return replace(strategy, compile_layers=reason is None), reason
+    if reason is not None:
+        return strategy, None
+    _LOGGER.info(COMPILED_GAIN)
+    return strategy, COMPILED_GAIN
 
 
 def _check_arguments(outer: object, config: object) -> None:

@@ -32,11 +32,9 @@ class Findings:
     packing: PackedCalls
     """how packed documents are kept apart"""
     not_compiled: str | None
-    """why ``compile_layers="auto"`` compiles no layers; None where it does, or is not asked"""
-    frozen: str | None
-    """what frozen parameters cost under FSDP; None without any"""
-    units: str | None
-    """how many layers share a unit of FSDP2; None where none do"""
+    """why FSDP's layers are not compiled; None where they are, or could not be"""
+    rows: dict[str, str]
+    """what the strategy says of the model, by the name of its row in ``explain``"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -114,9 +114,14 @@ class FullySharded:
                 # Tensors inside a subclass would keep their device and dtype.
                 torch.utils.swap_tensors(parameter, nn.Parameter(data, requires_grad=False))
 
-    def cost_of_frozen(self, outer: nn.Module) -> str | None:
-        """Says what frozen parameters cost sharded and replicated; None without any, or for shard groups of one rank.
-        Call it before they are sharded."""
+    def rows(self, outer: nn.Module, structure: Structure) -> dict[str, str]:
+        """Returns rows for ``explain``, by name; call it before the model is sharded."""
+        cost = self._cost_of_frozen(outer)
+        return {} if cost is None else {"frozen weights": cost}
+
+    def _cost_of_frozen(self, outer: nn.Module) -> str | None:
+        """Says what frozen parameters cost sharded and replicated; None without any, or for shard groups of one
+        rank."""
         frozen = _frozen(outer)
         shards = num_shards(self.mesh, dist.get_world_size())
         if not frozen or shards == 1:

@@ -260,7 +260,7 @@ def explained() -> dict[str, str | None]:
     for name, strategy in strategies.items():
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-        found[name] = liger_dist.explain(liger_dist.wrap(model, strategy)).units
+        found[name] = liger_dist.explain(liger_dist.wrap(model, strategy)).sharding.get("units")
     return found
 
 
@@ -286,7 +286,7 @@ def with_skipped_layers() -> tuple[str | None, str]:
 
     with pytest.raises(liger_dist.LigerDistError) as refusal:
         liger_dist.wrap(build(), liger_dist.FSDP2(layers_per_unit=2))
-    return liger_dist.explain(liger_dist.wrap(build(), "fsdp2")).units, str(refusal.value)
+    return liger_dist.explain(liger_dist.wrap(build(), "fsdp2")).sharding.get("units"), str(refusal.value)
 
 
 def test_generation_in_units(workers_2: Workers) -> None:

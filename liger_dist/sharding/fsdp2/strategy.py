@@ -113,9 +113,9 @@ class FSDP2(FullySharded):
         wanted = 1 if self.layers_per_unit == "auto" and reason is not None else self.layers_per_unit
         return units_of(layers, wanted, self.param_dtype)
 
-    def describe_units(self, structure: Structure) -> str | None:
-        """Says how many layers share a unit; None if each is one by itself. Call it before the model is sharded."""
-        return describe(self.units(structure), self.param_dtype)
+    def rows(self, outer: nn.Module, structure: Structure) -> dict[str, str]:
+        units = describe(self.units(structure), self.param_dtype)
+        return super().rows(outer, structure) | ({} if units is None else {"units": units})
 
     @property
     def shards_sequences(self) -> bool:
