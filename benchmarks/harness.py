@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import random
 import statistics
@@ -21,6 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import date
 from importlib import metadata
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -189,9 +191,26 @@ def environment() -> dict[str, Any]:
         "versions": versions,
         "clocks after the run (SM, memory, power limit, temperature)": smi.stdout.strip(),
         "date": date.today().isoformat(),
-        "command": "python -m "
-        + " ".join([Path(sys.argv[0]).parent.name + "." + Path(sys.argv[0]).stem, *sys.argv[1:]]),
+        "commit": commit(),
+        "command": command(),
     }
+
+
+def command() -> str:
+    """Returns the command that runs, without the folder of its results."""
+    words = [word for before, word in pairwise(["", *sys.argv[1:]]) if "--results" not in (before, word)]
+    return " ".join(["python", "-m", f"{Path(sys.argv[0]).parent.name}.{Path(sys.argv[0]).stem}", *words])
+
+
+def commit() -> str | None:
+    """Returns the commit that runs; None outside of a checkout without ``LIGER_DIST_COMMIT``."""
+    given = os.environ.get("LIGER_DIST_COMMIT")
+    if given:
+        return given
+    git = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False, cwd=RESULTS.parent
+    )
+    return git.stdout.strip() or None
 
 
 def save(name: str, rows: Sequence[Row], directory: Path) -> None:

@@ -187,10 +187,11 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def footnote(environment: dict[str, Any]) -> str:
-    """Machine, versions, date and command of a table."""
+    """Machine, versions, date, commit and command of a table."""
     versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
     clocks = environment["clocks after the run (SM, memory, power limit, temperature)"]
-    return f"{environment['gpu']}, {versions}; {clocks}; {environment['date']}; `{environment['command']}`\n"
+    commit = f", commit {environment['commit']}" if environment.get("commit") else ""
+    return f"{environment['gpu']}, {versions}; {clocks}; {environment['date']}{commit}; `{environment['command']}`\n"
 
 
 def measured(row: dict[str, Any], errors: Sequence[str]) -> list[str]:
