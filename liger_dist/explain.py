@@ -1,4 +1,4 @@
-"""Explains a wrapped model: its facts, and the chosen adapter."""
+"""Explains a wrapped model. Why a layer was left alone is said in the file of its kind, in ``fused_layers``."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""``activation(gate) * up``, the elementwise part of gated MLPs (Shazeer 2020, arXiv:2002.05202), and its gradient.
+"""``activation(gate) * up`` of gated MLPs (Shazeer 2020, arXiv:2002.05202), its gradient, and the known activations.
 
 Legend: T rows, F features. Arithmetic is fp32 (fp64 for fp64 inputs), rounded once.
 """

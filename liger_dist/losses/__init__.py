@@ -1,1 +1,1 @@
-"""Losses: autograd functions and functionals on local tensors, possibly over a process group."""
+"""Losses of tokens on tensors and process groups: autograd functions. Preference losses are their trainers'."""

@@ -1,4 +1,4 @@
-"""Checks labels and selects the tokens that have one.
+"""Shifts labels to the logits that they belong to, checks them, and selects the tokens that have one.
 
 Legend: T all tokens, K tokens that are computed. Ignored tokens are dropped before the first GEMM wherever the host
 knows the number of valid ones without waiting for the GPU: labels on the CPU, or a :class:`LabelSummary` started at the

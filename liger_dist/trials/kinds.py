@@ -1,4 +1,5 @@
-"""A module's own forward beside the kernel that will replace it, on small made-up values."""
+"""A module's own forward beside the kernel that will replace it, on small made-up values. Tolerances are those of the
+kinds, in ``fused_layers``."""
 
 from __future__ import annotations
 
