@@ -13,6 +13,7 @@ from .functional import linear_cross_entropy as linear_cross_entropy
 from .fused_layers.attention import register_attention as register_attention
 from .losses.outputs import LossOutput as LossOutput
 from .losses.spec import Uncast as Uncast
+from .losses.support import pad_support as pad_support
 from .model.compile import compile_layers as compile_layers
 from .record import is_wrapped as is_wrapped
 from .sequences import gather_sequence as gather_sequence

@@ -18,6 +18,7 @@ from .losses.linear_cross_entropy import fused_linear_cross_entropy
 from .losses.outputs import LossOutput
 from .losses.rows import check_tensors
 from .losses.spec import LossKeywords, LossSpec
+from .losses.support import check_support
 from .sharding.deepspeed import is_stored_by_zero3
 
 
@@ -58,6 +59,10 @@ def linear_cross_entropy(
         outputs: names among "log_prob", "log_prob_at", "top_k", "entropy", "sum_sq_prob", "is_top1", "z_loss",
             "mean_logit", "log_sum_exp" to return with the loss.
         token_ids: ``[..., K]``, the labels' shape and K class indices, negative for none; for "log_prob_at".
+        support_ids: ``[..., K]``, the labels' shape and K different class indices, negative for none: the classes of
+            which each label was sampled (top-p, top-k). "log_prob", "entropy" and "sum_sq_prob" are those of the
+            distribution over them, and "log_prob_at" has their log-probabilities. A token without any has the whole
+            vocabulary. :func:`liger_dist.pad_support` makes them of compressed rows.
         top_k: number of classes for "top_k".
         soft_labels: ``(ids, probs)``, both ``[..., K]`` (the labels' shape and K), integers and fp32 or fp64:
             probabilities of some classes of each token, for the cross entropy ``sum_k probs_k * (lse - z_k)`` (Hinton
@@ -90,6 +95,7 @@ def linear_cross_entropy(
     check_count("memory_budget", memory_budget, "bytes")
     check_count("max_valid_tokens", max_valid_tokens, "tokens")
     spec.check(vocab_size=weight.shape[0], labels_shape=labels.shape)
+    check_support(spec.support_ids, labels, spec.ignore_index)
     execution = Execution(memory_budget=memory_budget, max_valid_tokens=max_valid_tokens, logits_dtype=logits_dtype)
     result = fused_linear_cross_entropy(hidden_states, weight, bias, labels, spec=spec, execution=execution)
     return result if spec.outputs else result.loss

@@ -124,6 +124,8 @@ class Use:
     """before one backward"""
     policy: bool = False
     """True for an objective of log-probabilities, entropies and squared probabilities beside the loss"""
+    has_support: bool = False
+    """True if the objective is one of the classes of which each token was sampled"""
     soft_labels: bool = False
     """True for probabilities of four classes of each token beside its label"""
     logits_dtype: LogitsDtype = None
@@ -183,6 +185,7 @@ USE: dict[str, Use] = {
     "many chunks": Use(many_chunks=True),
     "two forwards": Use(forwards=2),
     "policy outputs": Use(policy=True, many_chunks=True),
+    "sampled support": Use(policy=True, has_support=True, many_chunks=True),
     "soft labels": Use(soft_labels=True, many_chunks=True),
     "fp32 logits": Use(logits_dtype=torch.float32),
     "fp32 operands": Use(logits_dtype="fp32_operands"),
@@ -285,6 +288,8 @@ class Cell:
         """The models' own norms and softmax round to fp32 inside, alike in both; DeepSpeed keeps fp32 masters."""
         if self.engine == "transformers":
             return 1e-6 if self.dtype == torch.float64 else 1e-4
+        if self.engine == "zero" and self.used.has_support:
+            return 3e-5  # In the second step, after an update by these gradients in fp32.
         return 1e-5 if self.engine == "zero" or self.built.single else 1e-6
 
     @property
@@ -507,6 +512,7 @@ USES = (
     "many chunks",
     "two forwards",
     "policy outputs",
+    "sampled support",
     "soft labels",
 )
 

@@ -263,18 +263,23 @@ def true_loss_sum(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, i
     return total, int((labels != -100).sum())
 
 
-def policy_arguments(batch: dict[str, Tensor]) -> dict[str, Any]:
+def policy_arguments(batch: dict[str, Tensor], *, has_support: bool = False) -> dict[str, Any]:
     """Keywords of a call that asks for every differentiable output, with a temperature and three classes for each
-    token: one of them twice, and none for some."""
+    token: one of them twice, and none for some. With a support, the classes of which the next token was sampled."""
     generator = torch.Generator().manual_seed(int(batch["labels"].sum()) % 1000)
     shape = batch["labels"].shape
     ids = on_device.randint(VOCAB_SIZE, (*shape, 3), generator=generator)
     ids[..., 1] = ids[..., 0]
     ids[:, ::3, 2] = -1
     temperature = 0.5 + on_device.rand(shape, generator=generator, dtype=torch.float64)
+    if has_support:
+        ids = on_device.rand((*shape, VOCAB_SIZE), generator=generator).argsort(-1)[..., :9].cpu()
+        following = F.pad(batch["labels"][:, 1:].cpu(), (0, 1), value=-100)[..., None]
+        ids = torch.cat([ids.where(ids != following, -1), following.clamp_min(-1)], -1)
+        ids[:, ::4] = -1
     return {
         "temperature": temperature.to(compute_device()),
-        "token_ids": ids.to(compute_device()),
+        "support_ids" if has_support else "token_ids": ids.to(compute_device()),
         "outputs": POLICY_OUTPUTS,
         "differentiable": True,
     }
@@ -293,15 +298,15 @@ def policy_objective(output: Any, batch: dict[str, Tensor]) -> Tensor:
 POLICY_OUTPUTS = ("log_prob", "log_prob_at", "entropy", "sum_sq_prob")
 
 
-def true_policy_sum(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+def true_policy_sum(model: nn.Module, batch: dict[str, Tensor], *, has_support: bool = False) -> tuple[Tensor, int]:
     """The sum of token losses and of :func:`policy_objective`, from the logits of the unwrapped ``model``."""
-    given, labels = policy_arguments(batch), F.pad(batch["labels"][:, 1:], (0, 1), value=-100)
+    given, labels = policy_arguments(batch, has_support=has_support), F.pad(batch["labels"][:, 1:], (0, 1), value=-100)
     logits = model(input_ids=batch["input_ids"], use_cache=False).logits
     truth = cross_entropy_truth(
         logits.flatten(0, 1),
         labels.flatten(),
         temperature=given["temperature"].flatten(),
-        token_ids=given["token_ids"].flatten(0, 1),
+        **{name: given[name].flatten(0, 1) for name in ("token_ids", "support_ids") if name in given},
         reduction="sum",
     )
     values = {name: getattr(truth, name).unflatten(0, labels.shape) for name in POLICY_OUTPUTS}

@@ -49,6 +49,7 @@ def cross_entropy_truth(
     logit_scale: float = 1.0,
     temperature: Tensor | float = 1.0,
     token_ids: Tensor | None = None,
+    support_ids: Tensor | None = None,
     top_k: int | None = None,
     class_weight: Tensor | None = None,
     token_weight: Tensor | None = None,
@@ -85,19 +86,27 @@ def cross_entropy_truth(
         loss = losses.sum() + z_term
     else:
         loss, z_term = losses + z_losses, z_losses
-    at, top = policy_values(z, valid, token_ids, top_k)
+    probs, log_probs, at, top = policy_values(z, valid, token_ids, support_ids, top_k)
     return Truth(
         loss=loss,
         log_prob=log_probs.gather(1, safe[:, None])[:, 0].where(valid, 0.0),
-        entropy=(-(log_probs.exp() * log_probs).sum(-1)).where(valid, 0.0),
+        entropy=(-(probs * log_probs).sum(-1)).where(valid, 0.0),
         is_top1=valid & (z.gather(1, safe[:, None])[:, 0] >= z.amax(-1)),
         z_loss=z_term,
         mean_logit=z.mean(-1).where(valid, 0.0),
         log_sum_exp=z.logsumexp(-1).where(valid, 0.0),
-        sum_sq_prob=log_probs.exp().square().sum(-1).where(valid, 0.0),
+        sum_sq_prob=probs.square().sum(-1).where(valid, 0.0),
         log_prob_at=at,
         top_k=top,
     )
+
+
+def in_support(support_ids: Tensor, vocab_size: int) -> Tensor:
+    """Bool ``[T, V]``: the classes that are in the support of a token; all of one that has none."""
+    counts = torch.zeros(len(support_ids), vocab_size + 1, device=support_ids.device)
+    counts.scatter_(1, support_ids.where(support_ids >= 0, vocab_size), 1.0)
+    is_in = counts[:, :-1] > 0
+    return is_in | ~is_in.any(1, keepdim=True)
 
 
 def soft_cross_entropy(log_probs: Tensor, ids: Tensor, probs: Tensor, remainder: str) -> Tensor:
@@ -105,18 +114,25 @@ def soft_cross_entropy(log_probs: Tensor, ids: Tensor, probs: Tensor, remainder:
     return -(dense_soft_labels(ids, probs, log_probs.shape[1], remainder) * log_probs).sum(-1)
 
 
-def policy_values(z: Tensor, valid: Tensor, token_ids: Tensor | None, top_k: int | None) -> tuple[Any, Any]:
-    """Log-probabilities of ``token_ids``, and the ``top_k`` likeliest classes; None for what was not asked for."""
+def policy_values(
+    z: Tensor, valid: Tensor, token_ids: Tensor | None, support_ids: Tensor | None, top_k: int | None
+) -> tuple[Tensor, Tensor, Any, Any]:
+    """Probabilities and log-probabilities ``[T, V]``, with a support 0 outside of it; the latter of ``token_ids`` or of
+    the support; and the ``top_k`` likeliest classes of the vocabulary. None for what was not asked for."""
     at = top = None
-    log_probs = F.log_softmax(z, -1)
+    log_probs = of_vocabulary = F.log_softmax(z, -1)
+    is_in = torch.ones_like(z, dtype=torch.bool)
+    if support_ids is not None:
+        is_in, token_ids = in_support(support_ids, z.shape[1]), support_ids
+        log_probs = F.log_softmax(z.masked_fill(~is_in, -torch.inf), -1).masked_fill(~is_in, 0.0)
     if token_ids is not None:
         is_one = valid[:, None] & (token_ids >= 0)
         at = log_probs.gather(1, token_ids.clamp_min(0)).where(is_one, 0.0)
     if top_k is not None:
-        values, ids = log_probs.topk(top_k)
+        values, ids = of_vocabulary.topk(top_k)
         remainder = (1.0 - values.exp().sum(-1)).where(valid, 0.0)
         top = TopK(ids.where(valid[:, None], 0), values.where(valid[:, None], 0.0), remainder)
-    return at, top
+    return log_probs.exp() * is_in, log_probs, at, top
 
 
 def dense_soft_labels(ids: Tensor, probs: Tensor, vocab_size: int, remainder: str) -> Tensor:

@@ -36,7 +36,7 @@ IGNORE_INDEX = -100
 TAKEN_BY_DECORATORS = ("return_dict", "output_")
 """prefixes of keywords that transformers' decorators take"""
 DIFFERENTIABLE = "differentiable"
-ARGUMENTS_OF_OUTPUTS = ("token_ids", "top_k")
+ARGUMENTS_OF_OUTPUTS = ("token_ids", "support_ids", "top_k")
 TOKEN_ACCURACY = "token_accuracy"
 DISTILLATION_OUTPUTS = ("divergence", "hard_loss", "entropy")
 CALL_OUTPUTS = (*OUTPUTS, TOKEN_ACCURACY, LOGITS)

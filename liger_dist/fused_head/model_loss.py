@@ -26,6 +26,7 @@ from liger_dist.losses.execution import Execution
 from liger_dist.losses.labels import AlignedLabels, LabelSummary
 from liger_dist.losses.shared_gradient import SharedGradient, budget_beside_sum
 from liger_dist.losses.spec import LossSpec, PendingGradients
+from liger_dist.losses.support import check_support
 from liger_dist.model.peft import has_active_dropout, without_fsdp1
 from liger_dist.model.structure import Structure
 from liger_dist.model.torch_modes import checkpoint_frame, is_transformed, untraced
@@ -454,6 +455,7 @@ class FusedLoss:
             accelerate.check(model, in_use.base._parameters.get("weight"), call.named.get("position_ids"))
         spec = call.spec(self.recipe)
         spec.check(vocab_size=in_use.vocab_size, labels_shape=aligned.labels.shape)
+        check_support(spec.support_ids, aligned.labels, spec.ignore_index)
         return aligned, spec
 
     def _execution(

@@ -45,6 +45,7 @@ from .outputs import (
 )
 from .rows import check_not_dtensor
 from .spec import LossSpec
+from .support import check_support
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +137,7 @@ def fused_cross_entropy(logits: Tensor, labels: Tensor, *, spec: LossSpec, execu
     vocab_size = logits.shape[-1]
     check_labels(labels, tokens_of="logits", shape=logits.shape[:-1], ignore_index=spec.options.ignore_index)
     spec.check(vocab_size=vocab_size, labels_shape=labels.shape)
+    check_support(spec.support_ids, labels, spec.ignore_index)
     targets = select_targets(
         labels,
         vocab_size=vocab_size,
@@ -175,4 +177,4 @@ def fused_cross_entropy(logits: Tensor, labels: Tensor, *, spec: LossSpec, execu
         )
     with torch.autocast(logits.device.type, enabled=False):
         results = _CrossEntropy.apply(logits_TV, problem)  # type: ignore[no-untyped-call]
-    return as_loss_output(results, spec, partial(targets.spread, shape=labels.shape))
+    return as_loss_output(results, spec, partial(targets.spread, shape=labels.shape), labels)

@@ -164,7 +164,7 @@ def fused_linear_cross_entropy(
             return linear_divergence_loss(hidden_TD, weight, bias, problem, spread=spread)
         apply = _LinearCrossEntropy.apply if rows.is_full else _apply_untraced
         results = apply(hidden_TD, weight, bias, anchor, problem)  # type: ignore[no-untyped-call]
-    return as_loss_output(results, spec, spread)
+    return as_loss_output(results, spec, spread, labels)
 
 
 def _problem(

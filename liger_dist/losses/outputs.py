@@ -16,6 +16,7 @@ from torch import Tensor
 from liger_dist_kernels import ChosenLogProbs, TokenGradients, TokenTerms
 
 from .spec import LossSpec
+from .support import on_support
 
 
 class TopK(NamedTuple):
@@ -52,7 +53,7 @@ class LossOutput:
     log_sum_exp: Tensor | None = None
     """log-sum-exp of each token's transformed logits, the labels' shape"""
     log_prob_at: Tensor | None = None
-    """log-probabilities of ``token_ids``, their shape; 0 where the id is negative"""
+    """log-probabilities of ``token_ids`` or ``support_ids``, their shape; 0 where the id is negative"""
     sum_sq_prob: Tensor | None = None
     """sum of the squared probabilities over the vocabulary, the labels' shape"""
     top_k: TopK | None = None
@@ -154,8 +155,10 @@ def with_gradients_of_outputs(
     )
 
 
-def as_loss_output(tensors: Sequence[Tensor], spec: LossSpec, spread: Callable[[Tensor], Tensor]) -> LossOutput:
-    """Builds the outputs in ``spec``; ``spread`` scatters per-token values to the labels' shape."""
+def as_loss_output(
+    tensors: Sequence[Tensor], spec: LossSpec, spread: Callable[[Tensor], Tensor], labels: Tensor
+) -> LossOutput:
+    """Builds the outputs in ``spec``; ``spread`` scatters per-token values to the shape of ``labels``."""
     given = dict(zip(tensor_names(spec), tensors, strict=True))
     per_token = spec.reduction == "none"
     value, z_loss = given.pop("loss"), given.pop("z_loss", None)
@@ -163,4 +166,6 @@ def as_loss_output(tensors: Sequence[Tensor], spec: LossSpec, spread: Callable[[
     named = {name: spread(values_T) for name, values_T in given.items() if name in spec.outputs}
     if z_loss is not None:
         named["z_loss"] = spread(z_loss) if per_token else z_loss
+    if spec.support_ids is not None:
+        named = on_support(named, spec.support_ids, (labels != spec.ignore_index).to(value.device))
     return LossOutput(loss=spread(value) if per_token else value, top_k=TopK(*top) if top else None, **named)

@@ -18,6 +18,7 @@ from .collectives import require
 from .distillation import Distillation
 from .labels import Targets
 from .soft_labels import Remainder, SoftLabels
+from .support import OF_SUPPORT
 
 Reduction = Literal["mean", "sum", "none"]
 
@@ -50,6 +51,7 @@ class LossKeywords(TypedDict, total=False):
     num_items_in_batch: Tensor | float | None
     outputs: Sequence[str]
     token_ids: Tensor | None
+    support_ids: Tensor | None
     top_k: int | None
     soft_labels: tuple[Tensor, Tensor] | None
     soft_weight: float | None
@@ -70,6 +72,7 @@ CALL_KEYWORDS = (
     "remainder",
     "outputs",
     "token_ids",
+    "support_ids",
     "top_k",
     "differentiable",
     "logits_dtype",
@@ -126,6 +129,10 @@ class LossSpec:
     """names among :data:`OUTPUTS` to return with the loss"""
     token_ids: Tensor | None = None
     """``[..., K]``, the labels' shape and K class indices, negative for none; for the output ``log_prob_at``"""
+    support_ids: Tensor | None = None
+    """``[..., K]``, the labels' shape and K different class indices, negative for none: the classes of which each label
+    was sampled (:mod:`.support`). ``log_prob``, ``entropy`` and ``sum_sq_prob`` are those of the distribution over
+    them, and ``log_prob_at`` has their log-probabilities. A token without any has the whole vocabulary"""
     top_k: int | None = None
     """number of classes of the output ``top_k``"""
     soft_labels: tuple[Tensor, Tensor] | None = None
@@ -160,7 +167,7 @@ class LossSpec:
         return tuple(option for option in options if isinstance(option, Tensor))
 
     def __post_init__(self) -> None:
-        for name in ("class_weight", "token_weight", "token_ids"):
+        for name in ("class_weight", "token_weight", "token_ids", "support_ids"):
             tensor = getattr(self, name)
             if tensor is not None and not isinstance(tensor, Tensor):
                 raise LigerDistError(f"{name} is of type {type(tensor).__name__}; expected a torch.Tensor or None.")
@@ -178,7 +185,7 @@ class LossSpec:
             )
         except (ValueError, TypeError) as error:
             raise LigerDistError(str(error)) from error
-        outputs = as_output_names(self.outputs)
+        outputs = self._with_support(as_output_names(self.outputs))
         carrying = DIFFERENTIABLE_OUTPUTS.intersection(outputs) if self.differentiable else ()
         found = {
             "outputs": outputs,
@@ -190,6 +197,23 @@ class LossSpec:
         }
         for name, value in found.items():
             object.__setattr__(self, name, value)
+
+    def _with_support(self, outputs: tuple[str, ...]) -> tuple[str, ...]:
+        """Asks for the log-probabilities of the support; returns the outputs with them."""
+        if self.support_ids is None:
+            return outputs
+        if self.token_ids is not None and self.token_ids is not self.support_ids:
+            raise LigerDistError(
+                "token_ids and support_ids were given; expected one of them. log_prob_at has the log-probabilities of "
+                "the support."
+            )
+        if not set(OF_SUPPORT).intersection(outputs):
+            raise LigerDistError(
+                f"support_ids were given and outputs is {outputs}, so nothing reads them; add one of "
+                f"{', '.join(OF_SUPPORT)} to outputs."
+            )
+        object.__setattr__(self, "token_ids", self.support_ids)
+        return outputs if "log_prob_at" in outputs else (*outputs, "log_prob_at")
 
     @property
     def token_outputs(self) -> TokenOutputs:

@@ -7,6 +7,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -211,7 +212,7 @@ def run_micro_batches(session: Session, batches: list[list[dict[str, Tensor]]]) 
         if cell.given.passes_shifted:
             extra["shift_labels"] = nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
         if cell.used.policy:
-            extra |= policy_arguments(batch)
+            extra |= policy_arguments(batch, has_support=cell.used.has_support)
         if cell.used.soft_labels:
             extra |= soft_arguments(batch)
         output = session.forward(batch, outside=cell.used.outside, **extra)
@@ -243,7 +244,8 @@ def true_step(reference: nn.Module, cell: Cell, batches: list[list[dict[str, Ten
     """Gradients of the unwrapped model as data parallelism defines them; what each rank's micro-batches should
     report."""
     world = len(batches)
-    true_sum = true_soft_sum if cell.used.soft_labels else true_policy_sum if cell.used.policy else true_loss_sum
+    true_policy = partial(true_policy_sum, has_support=cell.used.has_support)
+    true_sum = true_soft_sum if cell.used.soft_labels else true_policy if cell.used.policy else true_loss_sum
     if cell.built.predicts is not None or cell.built.mtp:
         return true_further_step(reference, cell, batches)
     reports: list[list[float]] = []
