@@ -346,6 +346,7 @@ WORDS: dict[tuple[str, Any], str] = {
     ("by_others", True): "by others",
     ("by_others", False): "",
     ("own_unit", True): "head in its own unit",
+    ("units", 2): "units of two layers",
     ("use_orig_params", True): "use_orig_params",
     ("use_orig_params", False): "flat parameters",
     ("head", "root"): "head in the root",
