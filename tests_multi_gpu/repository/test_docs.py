@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
+from cells import CELLS
 from forked_programs import run_command
 from harness import Workers
 from models import make_batch, make_model
@@ -421,3 +422,10 @@ def source_of(test_file: str) -> str:
     """The text of a test file, whose name is unique among the folders of tests."""
     (file,) = (ROOT / "tests_multi_gpu").glob(f"*/{test_file}")
     return file.read_text()
+
+
+def test_the_first_page_counts_the_combinations_of_the_suite() -> None:
+    text = " ".join((ROOT / "README.md").read_text().split())
+    refused = sum(bool(cell.refused) for cell in CELLS)
+    assert f"in {len(CELLS) - refused} combinations of layout, model, batch and feature" in text
+    assert f"{refused} further combinations raise an error" in text
