@@ -9,8 +9,9 @@ is added in place.
 
 [Note: fp32 matrices over a base of 16 bits]
 PEFT makes A and B in fp32 unless it is told otherwise, and without autocast computes ``A(x)`` from an fp32 copy of each
-input. Here A and B are rounded to the dtype of the input, as autocast does, and their gradients have fp32 again: the
-products are those of adapters in 16 bits, and the optimizer updates fp32 masters.
+input. Here A and B are rounded to bf16, as autocast does, and their gradients have fp32 again: the products are those
+of adapters in bf16, and the optimizer updates fp32 masters. Over a base of fp16 only under autocast, whose loss scaling
+expects it: products of small gradients underflow in fp16.
 
 Legend: T tokens, I and O features of input and output, r LoRA rank.
 """
@@ -333,7 +334,9 @@ def _projection(module: Any, x: Tensor) -> Projection | None:
     if not (is_plain or is_four_bit) or has_hooks(a) or has_hooks(b):
         return None
     # See [Note: fp32 matrices over a base of 16 bits].
-    if not (_is_plain_matrix(a, x.dtype, torch.float32) and _is_plain_matrix(b, x.dtype, torch.float32)):
+    rounds = x.dtype == torch.bfloat16 or torch.is_autocast_enabled(x.device.type)
+    dtypes = (x.dtype, torch.float32) if rounds else (x.dtype,)
+    if not (_is_plain_matrix(a, *dtypes) and _is_plain_matrix(b, *dtypes)):
         return None
     # As attributes: FSDP1 keeps full weights there, and not among the parameters.
     weight, bias, low, high = base.weight, base.bias, a.weight, b.weight

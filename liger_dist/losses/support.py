@@ -52,13 +52,16 @@ def on_support(outputs: Mapping[str, Tensor], support_ids: Tensor, is_valid: Ten
     """
     at = outputs["log_prob_at"]
     is_in = (support_ids >= 0).to(at.device) & is_valid[..., None]
-    has_support = is_in.any(-1)
-    # Where a row has no support, numbers whose gradient is not NaN.
-    total = torch.where(is_in, at, torch.where(has_support[..., None], -torch.inf, 0.0)).logsumexp(-1)
+    # Classes with a logit of -inf have the probability 0, and 0 * -inf is NaN.
+    may_be = is_in & (at > -torch.inf)
+    has_support = may_be.any(-1)
+    # Elsewhere numbers whose gradient is not NaN.
+    finite = torch.where(may_be, at, 0.0)
+    total = torch.where(may_be, finite, torch.where(has_support[..., None], -torch.inf, 0.0)).logsumexp(-1)
     total = torch.where(has_support, total, 0.0)
-    log_probs = torch.where(is_in, at - total[..., None], 0.0)
-    probs = torch.where(is_in, log_probs.exp(), 0.0)
-    found = {**outputs, "log_prob_at": log_probs}
+    log_probs = torch.where(may_be, finite - total[..., None], 0.0)
+    probs = torch.where(may_be, log_probs.exp(), 0.0)
+    found = {**outputs, "log_prob_at": torch.where(is_in & ~may_be, -torch.inf, log_probs)}
     if "log_prob" in outputs:
         found["log_prob"] = outputs["log_prob"] - total
     if "entropy" in outputs:

@@ -465,6 +465,20 @@ def test_fp32_adapters_over_a_base_of_16_bits(under_autocast: bool) -> None:
     assert number_of_copies == 0
 
 
+def test_fp32_adapters_over_fp16_keep_small_gradients() -> None:
+    """Products in fp16 would round them to 0: without autocast PEFT's own forward runs."""
+    gradients = []
+    for wraps in (True, False):
+        model = adapted(torch.float16)
+        for name, parameter in model.named_parameters():
+            parameter.data.mul_(5e-3 if "lora_" in name else 1.0)
+        model = liger_dist.wrap(model, "none") if wraps else model
+        (1e-3 * model(**make_batch(0), use_cache=False).loss).backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    for name, gradient in gradients[1].items():
+        assert relative_error(gradients[0][name], gradient) < 0.05, name
+
+
 def test_fp32_adapters_with_one_input_are_one_product() -> None:
     wrapped = liger_dist.wrap(adapted(torch.bfloat16), "none")
     with Products() as products:

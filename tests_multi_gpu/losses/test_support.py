@@ -74,6 +74,30 @@ def test_of_full_logits() -> None:
     assert relative_error(gradient, expected) < 1e-5
 
 
+def test_classes_that_cannot_be() -> None:
+    """A support with a class whose logit is -inf, and one of such classes alone."""
+    *_, labels = make_inputs(T, D, V)
+    logits, ids = on_device.randn(T, V), supports(labels, 9)
+    ids[2], ids[3] = -1, -1
+    ids[2, 0], ids[3, :2] = labels[2].clamp_min(0), on_device.tensor([7, 8])
+    labels[3] = IGNORED
+    out = ids.where((ids != labels[:, None]) & (ids >= 0), 0)[:, :1]
+    logits = logits.scatter(1, out, -torch.inf)
+    logits[3, 7:9] = -torch.inf
+    logits.requires_grad_()
+    result = liger_dist.cross_entropy(logits, labels, outputs=("entropy", "log_prob", "sum_sq_prob"), support_ids=ids)
+    assert isinstance(result, liger_dist.LossOutput)
+    (gradient,) = torch.autograd.grad((result.entropy + result.log_prob + result.sum_sq_prob).sum(), logits)
+    assert bool(gradient.isfinite().all())
+    # The truth: without those classes.
+    kept = ids.masked_fill((ids == out) & (ids != labels[:, None]), -1)
+    truth = cross_entropy_truth(logits.detach().double().nan_to_num(neginf=-1e4), labels, support_ids=kept)
+    has_support = (kept >= 0).any(-1)
+    for name in ("entropy", "log_prob", "sum_sq_prob"):
+        values, expected = getattr(result, name), getattr(truth, name)
+        assert relative_error(values[has_support], expected[has_support]) < 1e-6, name
+
+
 def test_one_class_is_certain_and_a_recorded_pass_is_repeated_to_the_bit() -> None:
     hidden, weight, _, labels = make_inputs(T, D, V, dtype=torch.bfloat16)
     alone = labels[:, None].clamp_min(-1)
