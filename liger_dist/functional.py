@@ -95,7 +95,8 @@ def linear_cross_entropy(
     check_count("memory_budget", memory_budget, "bytes")
     check_count("max_valid_tokens", max_valid_tokens, "tokens")
     spec.check(vocab_size=weight.shape[0], labels_shape=labels.shape)
-    check_support(spec.support_ids, labels, spec.ignore_index)
+    if spec.support_ids is not None:
+        check_support(spec.support_ids, labels, spec.ignore_index)
     execution = Execution(memory_budget=memory_budget, max_valid_tokens=max_valid_tokens, logits_dtype=logits_dtype)
     result = fused_linear_cross_entropy(hidden_states, weight, bias, labels, spec=spec, execution=execution)
     return result if spec.outputs else result.loss

@@ -455,7 +455,8 @@ class FusedLoss:
             accelerate.check(model, in_use.base._parameters.get("weight"), call.named.get("position_ids"))
         spec = call.spec(self.recipe)
         spec.check(vocab_size=in_use.vocab_size, labels_shape=aligned.labels.shape)
-        check_support(spec.support_ids, aligned.labels, spec.ignore_index)
+        if spec.support_ids is not None:
+            check_support(spec.support_ids, aligned.labels, spec.ignore_index)
         return aligned, spec
 
     def _execution(

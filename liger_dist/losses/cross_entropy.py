@@ -137,7 +137,8 @@ def fused_cross_entropy(logits: Tensor, labels: Tensor, *, spec: LossSpec, execu
     vocab_size = logits.shape[-1]
     check_labels(labels, tokens_of="logits", shape=logits.shape[:-1], ignore_index=spec.options.ignore_index)
     spec.check(vocab_size=vocab_size, labels_shape=labels.shape)
-    check_support(spec.support_ids, labels, spec.ignore_index)
+    if spec.support_ids is not None:
+        check_support(spec.support_ids, labels, spec.ignore_index)
     targets = select_targets(
         labels,
         vocab_size=vocab_size,

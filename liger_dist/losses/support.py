@@ -23,14 +23,14 @@ OF_SUPPORT = ("log_prob", "log_prob_at", "entropy", "sum_sq_prob")
 """outputs of the distribution over the support; all others, and the loss, are of the whole vocabulary"""
 
 
-def check_support(support_ids: Tensor | None, labels: Tensor, ignore_index: int) -> None:
+def check_support(support_ids: Tensor, labels: Tensor, ignore_index: int) -> None:
     """Refuses a label that its support does not contain; on a GPU by a device-side assertion.
 
     Args:
         support_ids: ``[..., K]``, the labels' shape and K, negative for none. A token without any has the whole
             vocabulary.
     """
-    if support_ids is None or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
         return
     ids = support_ids.to(labels.device)
     is_free = (labels == ignore_index) | (ids < 0).all(-1)
