@@ -24,7 +24,8 @@ OF_SUPPORT = ("log_prob", "log_prob_at", "entropy", "sum_sq_prob")
 
 
 def check_support(support_ids: Tensor, labels: Tensor, ignore_index: int) -> None:
-    """Refuses a label that its support does not contain; on a GPU by a device-side assertion.
+    """Refuses a label that its support does not contain, and a class that stands in one twice, which would count
+    twice; on a GPU by device-side assertions.
 
     Args:
         support_ids: ``[..., K]``, the labels' shape and K, negative for none. A token without any has the whole
@@ -40,6 +41,13 @@ def check_support(support_ids: Tensor, labels: Tensor, ignore_index: int) -> Non
         "a label is not among its support_ids, of which it was sampled; expected the classes that the sampler kept for "
         "each token, at the position of the logits (those of labels[:, s + 1] at s), or -1 alone for all classes",
         lambda: f"The first one is {labels[~contains][0].item()}.",
+    )
+    ordered = ids.sort(-1).values
+    is_twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
+    require(
+        ~is_twice.any(),
+        "support_ids has a class twice for one token; expected different classes, and -1 for the rest",
+        lambda: f"The first one is {ordered[..., 1:][is_twice][0].item()}.",
     )
 
 

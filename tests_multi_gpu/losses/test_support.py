@@ -124,6 +124,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"support_ids": on_device.tensor([[0], [1]]), "outputs": ("is_top1",)},
         "so nothing reads them; add one of log_prob, log_prob_at, entropy, sum_sq_prob",
     ),
+    "a class twice": ({"support_ids": on_device.tensor([[0, 3, 3], [1, -1, -1]])}, "has a class twice for one token"),
     "a shape": ({"support_ids": on_device.tensor([0, 1])}, "token_ids have shape"),
     "a class": ({"support_ids": on_device.tensor([[0, 99], [1, 2]])}, "an id of 8 or more"),
     "a list": ({"support_ids": [[0], [1]]}, "support_ids is of type list"),
