@@ -118,8 +118,8 @@ def _inspect(outer: nn.Module, strategy: str | Strategy, mesh: Mesh | None, conf
     on_meta = is_meta(outer) and not isinstance(chosen, LoadedByHost)
     if on_meta and len(list(outer.parameters())) > len(list(model.parameters())):
         raise LigerDistError(
-            f"this {type(outer).__name__} has parameters of its own on the meta device, where PEFT's initial values "
-            "are lost; make the adapter of a model on a real device."
+            f"this {type(outer).__name__} has further parameters on the meta device, where PEFT's initial values are "
+            "lost; make the adapter of a model on a real device."
         )
     unfused = None if config.fused_loss else "fused_loss=False"
     chosen.check_model(outer, model, structure, unfused=unfused, on_meta=on_meta)
@@ -174,7 +174,8 @@ def _decide_compilation(
         return replace(strategy, compile_layers=reason is None), reason
     if reason is not None:
         return strategy, None
-    _LOGGER.info(COMPILED_GAIN)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        _LOGGER.info(COMPILED_GAIN)
     return strategy, COMPILED_GAIN
 
 

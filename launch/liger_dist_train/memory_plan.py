@@ -219,7 +219,8 @@ def _plan(
         flat=sum(found.numbers for found in layers if found.trained and found.frozen),
     )
     weight = model.get_input_embeddings().weight  # type: ignore[operator]
-    in_unit = _layers_of_a_unit(a, dims, structure)
+    sizes = [found.trained * size + found.compute_bytes for found in layers]
+    in_unit = _layers_of_a_unit(a, dims, structure, sizes)
     stored = _stored(a, dims, held, layer, weight, size, in_unit=in_unit)
     if dims.holds_unsharded_gradients(config):
         stored = replace(stored, gradients=held.trained * FP32)
@@ -260,13 +261,12 @@ def _plan(
     )
 
 
-def _layers_of_a_unit(a: TrainConfig, dims: ParallelDims, structure: Structure) -> int:
-    """Counts the layers of the largest unit."""
+def _layers_of_a_unit(a: TrainConfig, dims: ParallelDims, structure: Structure, sizes: Sequence[int]) -> int:
+    """Counts the layers of the largest unit, by the bytes of each layer."""
     if dims.strategy != "fsdp2":
         return 1
-    dtype = torch.bfloat16 if a.dtype == "bfloat16" else None
-    strategy = FSDP2(layers_per_unit=a.layers_per_unit or "auto", param_dtype=dtype)
-    return max(len(unit) for unit in strategy.units(structure))
+    strategy = FSDP2(layers_per_unit=a.layers_per_unit or "auto")
+    return max(len(unit) for unit in strategy.units(structure, sizes))
 
 
 def _held_by(layer: nn.Module, config: TrainConfig, strategy: str, text: Any) -> Held:

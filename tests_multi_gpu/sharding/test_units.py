@@ -264,6 +264,30 @@ def explained() -> dict[str, str | None]:
     return found
 
 
+def test_units_are_those_that_explain_shows_over_packed_weights(workers_2: Workers) -> None:
+    """Layers of which some have 4-bit weights, whose bytes FSDP2 takes for numbers."""
+    pytest.importorskip("bitsandbytes")
+    for shown, number in workers_2.run(packed_units):
+        assert shown == f"{number} units of 1 to 4 layers"
+
+
+def packed_units() -> tuple[str, int]:
+    import peft
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    model = make_deep(number=8, dtype=torch.float32)
+    for layer in model.model.layers[:4]:
+        for name, linear in [(name, one) for name, one in layer.named_modules() if isinstance(one, torch.nn.Linear)]:
+            packed = Linear4bit(linear.in_features, linear.out_features, bias=False, compute_dtype=torch.float32)
+            packed.weight = Params4bit(linear.weight.data, requires_grad=False)
+            layer.set_submodule(name, packed.to(compute_device()))
+    model.is_loaded_in_4bit = True
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=1, target_modules=["q_proj"]))
+    wrapped = liger_dist.wrap(adapted, liger_dist.FSDP2())
+    units = {layer._get_fsdp_state() for layer in model.model.layers}
+    return liger_dist.explain(wrapped).sharding["units"].split(",")[0], len(units)
+
+
 @pytest.mark.parametrize("value", [0, -1, 2.0, True, "all", None])
 def test_a_wrong_number_of_layers_is_refused(value: Any) -> None:
     with pytest.raises(liger_dist.LigerDistError, match=r"expected 'auto', or a number of layers"):

@@ -10,10 +10,11 @@ none, or one all-reduce of one value for ``token_mean="global"``. For a vocab-pa
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, groupby
 from typing import Any, ClassVar, Literal, get_args
 from weakref import ref
 
@@ -53,7 +54,16 @@ from liger_dist.sharding.vocab_parallel import check_row_shards, row_shards_of, 
 from .forward import ROOT, param_groups, unreduced_gradients, unshard_in_backward
 from .loading import LoadedShards
 from .packed_bytes import pack_four_bit_layers
-from .units import LayersPerUnit, Units, check_layers_per_unit, describe, reason_against_units, units_of, unshard_inside
+from .units import (
+    LayersPerUnit,
+    Units,
+    bytes_of,
+    check_layers_per_unit,
+    describe,
+    reason_against_units,
+    units_of,
+    unshard_inside,
+)
 
 LMHead = Literal["gather", "vocab_parallel"]
 CPU = torch.device("cpu")
@@ -86,9 +96,9 @@ class FSDP2(FullySharded):
     both."""
 
     layers_per_unit: LayersPerUnit = "auto"
-    """Consecutive decoder layers that are all-gathered and reduced together. "auto": as many as have 192 MiB in the
-    dtype in which they are gathered, which is one from 100M parameters a layer on in bf16; at least four units. The
-    parameters' names and checkpoints do not depend on it."""
+    """Consecutive decoder layers that are all-gathered and reduced together. "auto": as many as have 192 MiB in
+    ``param_dtype``, which is one from 100M parameters a layer on in bf16; at least four units. The parameters' names
+    and checkpoints do not depend on it."""
 
     float8: Recipe | None = None
     """Compute the decoder's linear layers in float8 by torchao: "tensorwise" (the fastest; float8 all-gathers) or
@@ -106,12 +116,24 @@ class FSDP2(FullySharded):
     def compiles_layers(self) -> bool:
         return super().compiles_layers or self.float8 is not None
 
-    def units(self, structure: Structure) -> Units:
-        """Returns the units of decoder layers that have a group separate from the root's."""
-        layers = [layer for layer in dict.fromkeys(structure.layers) if self.has_own_group(layer)]
+    def units(self, structure: Structure, sizes: Sequence[int] | None = None) -> Units:
+        """Returns the units of decoder layers that have a group separate from the root's. Call it before anything is
+        sharded, packed or converted, which changes the layers' sizes.
+
+        Args:
+            sizes: bytes of each layer's full parameters; None to count them.
+        """
+        layers = list(dict.fromkeys(structure.layers))
+        sizes = [bytes_of(layer, self.param_dtype) for layer in layers] if sizes is None else sizes
         reason = reason_against_units(structure.layers, structure.decoder.config)
         wanted = 1 if self.layers_per_unit == "auto" and reason is not None else self.layers_per_unit
-        return units_of(layers, wanted, self.param_dtype)
+        units: Units = []
+        # A layer whose parameters are in the root's group ends a unit.
+        for has_group, run in groupby(zip(layers, sizes, strict=False), lambda pair: self.has_own_group(pair[0])):
+            pairs = list(run)
+            if has_group:
+                units += units_of([layer for layer, _ in pairs], [size for _, size in pairs], wanted)
+        return units
 
     def rows(self, outer: nn.Module, structure: Structure) -> dict[str, str]:
         units = describe(self.units(structure), self.param_dtype)
@@ -188,7 +210,7 @@ class FSDP2(FullySharded):
         initialize: Initializer | None,
         undo: ExitStack,
     ) -> nn.Module:
-        device = compute_device()
+        device, units = compute_device(), self.units(structure)
         is_flat = len(shape_of(self.mesh, dist.get_world_size())) == 1
         # PEFT treats a mesh of one axis as tensor-parallel unless that is named "fsdp".
         names = ("fsdp",) if is_flat else ("replicate", "shard")
@@ -230,7 +252,7 @@ class FSDP2(FullySharded):
         full = self.full_parameters(root) - row_shards
         kept = [name for name, parameter in root.named_parameters() if parameter in full]
         pack_four_bit_layers(root, full, device, undo)
-        self._fully_shard(root, model, structure, mesh, row_shards, full, loaded)
+        self._fully_shard(root, model, structure, units, mesh, row_shards, full, loaded)
         if self.float8 == "tensorwise":
             precompute_scales(structure.decoder, undo)
         if initialize is not None:
@@ -245,6 +267,7 @@ class FSDP2(FullySharded):
         root: nn.Module,
         model: nn.Module,
         structure: Structure,
+        units: Units,
         mesh: DeviceMesh,
         row_shards: frozenset[nn.Parameter],
         full: frozenset[nn.Parameter],
@@ -263,7 +286,7 @@ class FSDP2(FullySharded):
         others = (*chain(*structure.other_stacks), *structure.prediction_layers)
         alone = [(layer,) for layer in dict.fromkeys(others) if self.has_own_group(layer)]
         embedding = [(one,) for one in filter(None, [input_embedding(model)]) if self.has_own_group(one)]
-        for unit in (*alone, *self.units(structure), *embedding):
+        for unit in (*alone, *units, *embedding):
             loaded.gather(*unit)
             together = list(unit) if len(unit) > 1 else unit[0]
             fully_shard(together, reshard_after_forward=self.reshard_after_forward, **options)

@@ -1,9 +1,8 @@
 """Units of FSDP2: consecutive decoder layers that are all-gathered and reduced together.
 
-A unit costs the host two or three milliseconds a step, whatever its size, and each of its collectives a latency. The
+A unit costs the host one to three milliseconds a step, whatever its size, and each of its collectives a latency. The
 layers of small models take less than that to compute. So layers share a unit until it has :data:`UNIT_BYTES`, in the
-dtype in which they are gathered. A step keeps about two units unsharded, which is why the bound is small beside the
-memory of the shards.
+compute dtype. A step keeps about two units unsharded, which is why the bound is small beside the memory of the shards.
 """
 
 from __future__ import annotations
@@ -16,12 +15,13 @@ from torch import Tensor, nn
 
 from liger_dist.errors import LigerDistError
 from liger_dist.model.structure import full_shape
+from liger_dist.model.torch_modes import untraced
 
 from .forward import unshard_in_backward
 
 UNIT_BYTES = 3 * 2**26
-"""bytes from which on a unit is worth its collectives: measured for 0.6B to 8B on two to four H200 (docs/benchmarks.md,
-"FSDP2 units")"""
+"""bytes from which on a unit is worth its collectives: measured for 0.6B and 1B on two H200 (docs/benchmarks.md, "Small
+models")"""
 LEAST_UNITS = 4
 """units of a model that has as many layers: the collectives of one overlap with the computation of another"""
 _MAY_SKIP = ("layerdrop", "decoder_layerdrop", "layer_drop")
@@ -41,18 +41,17 @@ def check_layers_per_unit(value: object) -> None:
         raise LigerDistError(f"layers_per_unit is {value!r}; expected 'auto', or a number of layers from 1 on.")
 
 
-def units_of(layers: Sequence[nn.Module], layers_per_unit: LayersPerUnit, param_dtype: torch.dtype | None) -> Units:
-    """Divides decoder layers into units, in order.
+def units_of(layers: Sequence[nn.Module], sizes: Sequence[int], layers_per_unit: LayersPerUnit) -> Units:
+    """Divides decoder layers that follow each other into units, in order.
 
     Args:
         layers: different modules.
+        sizes: bytes of each layer's full parameters.
         layers_per_unit: "auto" for as many as a unit needs for :data:`UNIT_BYTES`, and at least :data:`LEAST_UNITS`
             units.
-        param_dtype: dtype in which floating-point parameters are gathered; None for theirs.
     """
     if layers_per_unit != "auto":
         return [tuple(layers[start : start + layers_per_unit]) for start in range(0, len(layers), layers_per_unit)]
-    sizes = [bytes_of(layer, param_dtype) for layer in layers]
     units: list[list[nn.Module]] = []
     held = UNIT_BYTES
     for layer, size in zip(layers, sizes, strict=True):
@@ -65,7 +64,7 @@ def units_of(layers: Sequence[nn.Module], layers_per_unit: LayersPerUnit, param_
 
 
 def reason_against_units(layers: Sequence[nn.Module], config: Any) -> str | None:
-    """Says why each decoder layer has to be a unit of its own, as a clause; None if several may share one."""
+    """Says why each decoder layer has to be a separate unit, as a clause; None if several may share one."""
     if len(set(layers)) < len(layers):
         return "the model runs a layer several times"
     skips = next((name for name in _MAY_SKIP if getattr(config, name, None)), None)
@@ -81,7 +80,7 @@ def _is_checkpointed_with_hooks(layer: nn.Module) -> bool:
 
 
 def bytes_of(layer: nn.Module, param_dtype: torch.dtype | None) -> int:
-    """Counts the bytes of a layer's full parameters as they are gathered."""
+    """Counts the bytes of a layer's full parameters, floating-point ones in ``param_dtype`` unless that is None."""
     return sum(
         torch.Size(full_shape(parameter)).numel()
         * (param_dtype.itemsize if param_dtype is not None and parameter.is_floating_point() else parameter.itemsize)
@@ -106,6 +105,7 @@ def unshard_inside(unit: Sequence[nn.Module]) -> None:
         layer.register_forward_hook(_unshard_for)
 
 
+@untraced
 def _unshard_for(layer: nn.Module, args: Any, output: Any) -> None:
     first = output[0] if isinstance(output, tuple) and output else output
     if isinstance(first, Tensor):
