@@ -10,13 +10,6 @@ OURS = "liger_dist"
 PEERS = ("Liger", "Hugging Face", "Accelerate", "DeepSpeed")
 GPU_PARTS = ("computing", "communicating", "waiting")
 Problems = dict[str, dict[str, Any]]
-OVERVIEW = {
-    "liger_dist": "liger_dist, gather",
-    "liger_dist, compiled layers": "liger_dist, vocab_parallel, layers compiled",
-    "Liger-Kernel": "Liger, all kernels",
-    "torch.compile": "Hugging Face, layers compiled",
-}
-"""label of the README's picture, and row of the results"""
 
 
 def plot_time(problems: Problems, path: Path) -> None:
@@ -184,28 +177,6 @@ def plot_steps(problems: Problems, path: Path) -> None:
         line[0].invert_yaxis()
     figure.tight_layout()
     figure.savefig(path, dpi=110)
-    plt.close(figure)
-
-
-def plot_overview(problems: Problems, path: Path) -> None:
-    """Tokens per second and peak memory of a small and a large model, for the README."""
-    import matplotlib.pyplot as plt
-
-    shown = [problem for problem in ("Llama 8B, on 2", "Llama-3.2-1B, tied, on 4") if problem in problems]
-    figure, axes = plt.subplots(len(shown), 2, figsize=(10, 1.9 * len(shown)), squeeze=False, sharey="row")
-    for line, name in zip(axes, shown, strict=True):
-        rows = {row["name"]: row["figures"] for row in problems[name]["rows"]}
-        bars = {label: rows[row] for label, row in OVERVIEW.items() if row in rows}
-        colours = ["C0" if label.startswith(OURS) else "C7" for label in bars]
-        for axis, unit in zip(line, ("tokens/s", "peak GiB"), strict=True):
-            drawn = axis.barh(list(bars), [figures[unit] for figures in bars.values()], color=colours)
-            axis.bar_label(drawn, fmt="{:,.0f}" if unit == "tokens/s" else "{:.1f}", fontsize=8, padding=2)
-            axis.set_title(f"{name} H200: {unit}", fontsize=9)
-            axis.tick_params(labelsize=8)
-            axis.margins(x=0.15)
-        line[0].invert_yaxis()
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
     plt.close(figure)
 
 

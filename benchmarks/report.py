@@ -1,23 +1,24 @@
-"""Writes docs/benchmarks.md and its plots from the results that are in ``benchmarks/results``."""
+"""Writes docs/benchmarks.md with its plots, and the table of README.md, from the files in ``benchmarks/results``."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import math
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from .harness import RESULTS
+from .overview import HEADER, Comparison, caption, cells, comparisons, plot
 from .plots import (
     GPU_PARTS,
     Problems,
     plot_linear,
     plot_memory,
     plot_norm_widths,
-    plot_overview,
     plot_ratios,
     plot_sequences,
     plot_small,
@@ -26,9 +27,11 @@ from .plots import (
     plot_time,
     plot_vocabularies,
 )
-from .report_texts import ADAPTERS, EXPERTS, HYBRIDS, MTP, PACKED
+from .readme import renewed
+from .report_texts import ADAPTERS, EXPERTS, HYBRIDS, MTP, OVERVIEW, PACKED
 
-DOCS = Path(__file__).parent.parent / "docs"
+ROOT = Path(__file__).parent.parent
+DOCS, README = ROOT / "docs", ROOT / "README.md"
 HEAD = """# Benchmarks
 
 Written by `python -m benchmarks.report` from the files in `benchmarks/results`. Implementations run in turn, call by
@@ -466,7 +469,7 @@ PARTS: tuple[Part, ...] = (
     ("memory_bound", {"memory_bound": plot_memory}, memory_section),
     ("norm_widths", {"norm_widths": plot_norm_widths}, norm_widths_section),
     ("vocab_parallel", {"vocab_parallel": plot_split}, split_section),
-    ("training_step", {"training_step": plot_steps, "overview": plot_overview}, step_section),
+    ("training_step", {"training_step": plot_steps}, step_section),
     ("host_time", {"host_time": plot_time}, time_section),
     ("small_models", {"small_models": plot_small}, small_section),
     ("sequences", {"sequences": plot_sequences}, sequences_section),
@@ -485,6 +488,21 @@ PARTS: tuple[Part, ...] = (
 """of the page, in its order: name of the results, plots by name, and section"""
 
 
+def overview_table(compared: Sequence[Comparison]) -> str:
+    """The ratios of all workloads, which the picture's file notes, too."""
+    return table(HEADER, [cells(each) for each in compared])
+
+
+def page(results: Path) -> str:
+    """Returns docs/benchmarks.md."""
+    compared, _ = comparisons(results)
+    sections = [HEAD]
+    if compared:
+        sections.append(OVERVIEW.replace("CAPTION", caption(compared)) + "\n" + overview_table(compared))
+    read_parts = [(section, read(name, results)) for name, _, section in PARTS]
+    return "\n".join([*sections, *(section(problems) for section, problems in read_parts if problems)])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON files")
@@ -492,14 +510,18 @@ def main() -> None:
     given = parser.parse_args()
     plots = given.docs / "plots"
     plots.mkdir(parents=True, exist_ok=True)
-    sections = [HEAD]
-    for name, drawn, section in PARTS:
+    for name, drawn, _ in PARTS:
         problems = read(name, given.results)
-        if problems:
-            for plot, draw in drawn.items():
-                draw(problems, plots / f"{plot}.png")
-            sections.append(section(problems))
-    (given.docs / "benchmarks.md").write_text("\n".join(sections))
+        for plot_name, draw in drawn.items() if problems else ():
+            draw(problems, plots / f"{plot_name}.png")
+    compared, left_out = comparisons(given.results)
+    if compared:
+        plot(compared, plots / "overview.png", overview_table(compared))
+    if left_out:
+        print("not in the overview:", *left_out, sep="\n  ", file=sys.stderr)
+    (given.docs / "benchmarks.md").write_text(page(given.results))
+    if given.results == RESULTS and given.docs == DOCS:
+        README.write_text(renewed(README.read_text(), given.results))
 
 
 if __name__ == "__main__":

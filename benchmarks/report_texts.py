@@ -1,5 +1,20 @@
 """Texts of sections of the benchmarks page."""
 
+OVERVIEW = """## Overview
+
+Measured on CAPTION. Time and peak memory of a step with liger_dist, divided by those of another library in the same
+table of this page; below 1 is better. liger_dist has default options, and compiled layers where the other libraries
+have them.
+
+- `time`, `memory`: to the fastest row of another library that computes the same. An empty cell was not measured.
+- `memory, to the leanest`: to the row that needs least memory, where it is another one. `one by one` is a call for each
+  document, so it needs less memory than a packed row, and more time.
+- †: memory above the weights. The other rows include the weights.
+- Rows in which the documents of a packed row read each other compute something else, and are left out.
+
+![Time and peak memory of every workload, divided by those of the best other library](plots/overview.png)
+"""
+
 HYBRIDS = """## Hybrid models: packed documents
 
 Forward and backward of eight layers of the shape of Qwen3.5-4B with its lm_head, bf16, on one GPU: 8192 tokens in 12

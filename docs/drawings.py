@@ -1,8 +1,7 @@
-"""Draws the pictures of how_it_works.md, vocab_parallel.md and performance.md: ``python docs/drawings.py``."""
+"""Draws the pictures of how_it_works.md and vocab_parallel.md: ``python docs/drawings.py``."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from matplotlib import pyplot
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
 PLOTS = Path(__file__).parent / "plots"
-RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 WEIGHT, TOKENS, STATISTICS = "#4878a8", "#d8843c", "#6a9f58"
 RANKS = 3
 
@@ -125,40 +123,7 @@ def layouts() -> None:
     pyplot.close(figure)
 
 
-WORKLOADS: tuple[tuple[str, str, str], ...] = (
-    ("Llama 8B, FSDP2, 2 H200", "training_step", "Llama 8B, on 2"),
-    ("Llama-3.2-1B, tied, FSDP2, 4 H200", "training_step", "Llama-3.2-1B, tied, on 4"),
-    ("LoRA, 8 layers of 4096, 1 H100", "training_step", "8 layers of 4096, LoRA, on 1"),
-    ("DPO by TRL, 12 layers of 8B, 1 H200", "policy_step", "DPO under fsdp2, 12 layers, 1 GPUs"),
-    ("Llama 8B, 131072 tokens, 2 H100", "long_context", "131072 tokens, on 2"),
-)
-"""label, file of the results, and problem in it; the first row of liger_dist there has the default options"""
-
-
-def workloads() -> None:
-    """Time and peak memory of a step with default options, relative to the best peer of the same run."""
-    figure, both = pyplot.subplots(1, 2, figsize=(10, 2.6), layout="constrained", sharey=True)
-    labels = [label for label, _, _ in WORKLOADS]
-    for axes, title in zip(both, ("time of a step / fastest peer", "peak memory / leanest peer"), strict=True):
-        ratios = []
-        for _, name, problem in WORKLOADS:
-            rows = json.loads((RESULTS / f"{name}.json").read_text())[problem]["rows"]
-            figures = [row["median_ms"] if title.startswith("time") else row["figures"]["peak GiB"] for row in rows]
-            is_ours = [row["name"].startswith("liger_dist") for row in rows]
-            peers = [value for value, ours in zip(figures, is_ours, strict=True) if not ours]
-            ratios.append(figures[is_ours.index(True)] / min(peers))
-        axes.bar_label(axes.barh(labels, ratios, color=WEIGHT), fmt="{:.2f}", fontsize=8, padding=3)
-        axes.axvline(1, color="#555555", linewidth=1)
-        axes.set_title(title, fontsize=10)
-        axes.set_xlim(0, 1.2)
-        axes.tick_params(labelsize=8)
-    both[0].invert_yaxis()
-    figure.savefig(PLOTS / "workloads.png", dpi=120)
-    pyplot.close(figure)
-
-
 if __name__ == "__main__":
     layouts()
     ways()
     chunk()
-    workloads()
