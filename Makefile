@@ -7,7 +7,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --con
 TRITON := 3.6.0
 
 .PHONY: venv demo demo-distillation smoke affected test test-all record golden test-gpu test-oldest test-newest test-verl \
-	test-skyrl check docs matrix families peft benchmarks benchmarks-page format wheel test-wheel release-check publish clean
+	test-skyrl check docs matrix families peft benchmarks benchmarks-page benchmarks-age format wheel test-wheel release-check publish clean
 
 venv: $(VENV)/.installed
 
@@ -191,9 +191,13 @@ benchmarks:
 	$(PYTHON) -m benchmarks.sequences
 	$(PYTHON) -m benchmarks.report
 
-# From benchmarks/results, without a GPU: docs/benchmarks.md, its plots and the README's table.
+# From benchmarks/results, without a GPU: docs/benchmarks.md, its plots and the README's table; then which tables are older
+# than the code that they measure.
 benchmarks-page: venv
 	$(BIN)/python -m benchmarks.report
+
+benchmarks-age: venv
+	$(BIN)/python -m benchmarks.age
 
 format: venv
 	$(BIN)/ruff check --fix .
