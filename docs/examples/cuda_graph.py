@@ -1,27 +1,51 @@
 """Trains a wrapped model by one CUDA graph that holds a whole step, and compares the losses with those without one.
 
-python docs/examples/cuda_graph.py; with arguments it times a larger model: SIZE LAYERS SEQUENCES TOKENS
+python docs/examples/cuda_graph.py; with arguments it times a larger model, under torchrun also a sharded one:
+
+torchrun --nproc_per_node 2 docs/examples/cuda_graph.py fsdp2 SIZE LAYERS SEQUENCES TOKENS
 """
 
-import copy
+import os
 import statistics
 import sys
 import time
 
 import torch
+import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import liger_dist
 
-SIZE, LAYERS, SEQUENCES, TOKENS = map(int, sys.argv[1:]) if len(sys.argv) > 1 else (64, 2, 2, 32)
+STRATEGY, *sizes = sys.argv[1:] if len(sys.argv) > 1 else ["none"]
+SIZE, LAYERS, SEQUENCES, TOKENS = map(int, sizes) if sizes else (64, 2, 2, 32)
+WARM_UP = 11
+"""steps; DDP looks at the first ten"""
 if not torch.cuda.is_available():
     print("CUDA graphs need a GPU; this machine has none")
     sys.exit()
+torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+if "RANK" in os.environ:
+    dist.init_process_group("nccl")
+rank = dist.get_rank() if dist.is_initialized() else 0
+config = LlamaConfig(
+    vocab_size=128256 if SIZE > 64 else 512,
+    hidden_size=SIZE,
+    intermediate_size=4 * SIZE,
+    num_hidden_layers=LAYERS,
+    num_attention_heads=SIZE // 32,
+    num_key_value_heads=SIZE // 64,
+    tie_word_embeddings=True,
+)
+dtype, tolerance = (torch.bfloat16, 2e-3) if SIZE > 64 else (torch.float32, 1e-5)
 
 
-def make_training(model):
+def make_training():
     """A step on a micro-batch that stays at one address."""
-    model = liger_dist.wrap(model, "none")
+    torch.manual_seed(0)
+    # FSDP2 has weights and states of the optimizer in fp32, and computes in 16 bits.
+    weights = torch.float32 if STRATEGY == "fsdp2" else dtype
+    model = LlamaForCausalLM(config).to("cuda", weights)
+    model = liger_dist.wrap(model, liger_dist.FSDP2(param_dtype=dtype) if STRATEGY == "fsdp2" else STRATEGY)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True, capturable=True)
     ids = torch.zeros(SEQUENCES, TOKENS, dtype=torch.long, device="cuda")
 
@@ -36,25 +60,6 @@ def make_training(model):
     return ids, step
 
 
-def captured(step):
-    """A function that replays the step. The warm-up compiles kernels and makes the optimizer's states; it trains."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        loss = step()
-
-    def replay():
-        graph.replay()
-        return loss
-
-    return replay
-
-
 def milliseconds(step, calls=20):
     times = []
     for _ in range(calls):
@@ -66,32 +71,39 @@ def milliseconds(step, calls=20):
     return statistics.median(times)
 
 
-torch.manual_seed(0)
-config = LlamaConfig(
-    vocab_size=128256 if SIZE > 64 else 512,
-    hidden_size=SIZE,
-    intermediate_size=4 * SIZE,
-    num_hidden_layers=LAYERS,
-    num_attention_heads=SIZE // 32,
-    num_key_value_heads=SIZE // 64,
-    tie_word_embeddings=True,
-)
-dtype, tolerance = (torch.bfloat16, 2e-2) if SIZE > 64 else (torch.float32, 1e-4)
-first = LlamaForCausalLM(config).to("cuda", dtype)
-second = copy.deepcopy(first)
-ids, step = make_training(first)
-batches = [torch.randint(config.vocab_size, ids.shape, device="cuda") for _ in range(8)]
-ids.copy_(batches[0])
-replay = captured(step)
-own_ids, own_step = make_training(second)
+generator = torch.Generator("cuda").manual_seed(rank)
+shape = SEQUENCES, TOKENS
+batches = [torch.randint(config.vocab_size, shape, device="cuda", generator=generator) for _ in range(8)]
+
+# The model is made, warmed up and captured on one stream. The warm-up compiles the kernels and makes the optimizer's
+# states; it trains.
+stream = torch.cuda.Stream()
+with torch.cuda.stream(stream):
+    ids, step = make_training()
+    ids.copy_(batches[0])
+    for _ in range(WARM_UP):
+        step()
+stream.synchronize()
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+    loss = step()
+
+own_ids, own_step = make_training()
 own_ids.copy_(batches[0])
-for _ in range(3):
+for _ in range(WARM_UP):
     own_step()
 for batch in batches:
     # New values at the same address; the shape stays.
     ids.copy_(batch)
     own_ids.copy_(batch)
-    # Not bit by bit: a captured step computes attention with a dense mask.
-    torch.testing.assert_close(replay(), own_step(), rtol=tolerance, atol=0.0)
-print("the same losses as without a graph")
-print(f"{milliseconds(replay):.2f} ms a step, {milliseconds(own_step):.2f} ms without a graph")
+    graph.replay()
+    torch.testing.assert_close(loss, own_step(), rtol=tolerance, atol=0.0)
+times = milliseconds(graph.replay), milliseconds(own_step)
+if rank == 0:
+    print("the same losses as without a graph")
+    print(f"{STRATEGY}: {times[0]:.2f} ms a step, {times[1]:.2f} ms without a graph")
+# The process group may not be destroyed while a graph holds its collectives.
+torch.cuda.synchronize()
+del graph
+if dist.is_initialized():
+    dist.destroy_process_group()

@@ -14,7 +14,7 @@ from liger_dist.errors import LigerDistError
 from liger_dist.losses.labels import AlignedLabels
 from liger_dist.losses.spec import CALL_KEYWORDS
 from liger_dist.model.structure import embedding_of
-from liger_dist.model.torch_modes import in_backward
+from liger_dist.model.torch_modes import in_backward, is_captured
 from liger_dist.sharding import ddp, deepspeed
 from liger_dist.sharding.base import ShardingAdapter
 from liger_dist.sharding.fsdp1 import is_outside_forward
@@ -99,7 +99,7 @@ class CallWarnings:
         if is_known or not isinstance(mask, Tensor) or mask.shape != labels.shape:
             return
         if labels.is_cuda:
-            if torch.cuda.is_current_stream_capturing():
+            if is_captured():
                 return
             self._has_looked_at_padding = True
         differs = (mask == 0) & (labels.to(mask.device) != call.ignore_index)

@@ -29,7 +29,7 @@ from liger_dist.losses.spec import LossSpec, PendingGradients
 from liger_dist.losses.support import check_support
 from liger_dist.model.peft import has_active_dropout, without_fsdp1
 from liger_dist.model.structure import Structure
-from liger_dist.model.torch_modes import checkpoint_frame, is_transformed, untraced
+from liger_dist.model.torch_modes import checkpoint_frame, is_captured, is_transformed, untraced
 from liger_dist.sharding import accelerate
 from liger_dist.sharding.base import DataParallel, Wrapper
 from liger_dist.sharding.vocab_parallel import ROW_SHARDS, RowSharding
@@ -203,7 +203,8 @@ class FusedLoss:
         Raises:
             LigerDistError: the documents would mix.
         """
-        if all(call.named.get(name) is None for name in ARGUMENTS):
+        # In a CUDA graph transformers cannot look whether positions restart: masks ask the call.
+        if all(call.named.get(name) is None for name in ARGUMENTS) and not is_captured():
             return None
         early, self._read_early = self._read_early, None
         if early is not None and early[0] == _tensors_of(call):

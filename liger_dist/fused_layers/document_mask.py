@@ -15,7 +15,7 @@ from torch import Tensor
 
 from liger_dist.errors import LigerDistError
 from liger_dist.model.documents import Documents, current_call
-from liger_dist.model.torch_modes import in_backward, untraced
+from liger_dist.model.torch_modes import in_backward, is_captured, untraced
 
 AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
 _NOTES = "_liger_dist_notes"
@@ -137,10 +137,14 @@ def document_mask(**arguments: Any) -> DocumentMask | Tensor | None:
         within = {"mask_function": _within(documents, arguments)}
         arguments, of_transformers = arguments | within, of_transformers | within
         is_simple = False
+    length, window = arguments.get("q_length"), arguments.get("local_size")
+    has_window = window is not None and (length is None or window < length)
+    is_text = documents is not None and not is_packed and given is None and is_plain
+    if is_text and is_captured() and not is_sliced and not has_window:
+        # transformers could not look at the positions, of which the call was given none.
+        return None
     if not _has_documents(arguments):
         return original(**of_transformers)
-    length, window = arguments["q_length"], arguments.get("local_size")
-    has_window = window is not None and window < length
     if is_simple and not has_window and given is None:
         rows = arguments["batch_size"]
         return mask_of((length,) * rows, arguments["device"], rows=rows) if is_sliced else None
@@ -259,8 +263,7 @@ def _has_documents(arguments: dict[str, Any]) -> bool:
         return False
     is_indexed = not arguments.get("use_vmap", False) and "allow_is_bidirectional_skip" not in arguments
     # A CUDA graph cannot copy lengths to the host: it computes the dense mask in each replay.
-    is_captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    return is_indexed and not torch.compiler.is_compiling() and not is_captured and not is_replaced()
+    return is_indexed and not torch.compiler.is_compiling() and not is_captured() and not is_replaced()
 
 
 _WAS_EAGER: dict[int, ref[Any]] = {}

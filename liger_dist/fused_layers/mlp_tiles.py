@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from liger_dist.errors import LigerDistError, refuse_second_order
 from liger_dist.model.class_swap import swapped
 from liger_dist.model.peft import adapter_settings
+from liger_dist.model.torch_modes import is_captured
 from liger_dist.sharding.deepspeed import is_stored_by_zero3
 from liger_dist.trials.attributes import names_in
 
@@ -275,7 +276,7 @@ class _Context:
         self.settings += [(everywhere, name, dict(everywhere[name])) for name in _GLOBAL_HOOKS if name in everywhere]
         self.settings += [(vars(part), name, dict(vars(part)[name])) for part in parts for name in _CALLED]
         self.attributes = [(part, _attributes_of(part)) for part in parts]
-        is_capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        is_capturing = device.type == "cuda" and is_captured()
         has_dropout = any(isinstance(part, nn.Dropout) and part.training and part.p > 0 for part in parts)
         # A CUDA graph that is captured does not tell its generator's state.
         self.states = _random_states(device) if has_dropout or not is_capturing else None

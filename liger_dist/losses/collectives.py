@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import get_backend_config
 
 from liger_dist.errors import LigerDistError
+from liger_dist.model.torch_modes import is_captured
 
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """``all_gather_single`` from torch 2.13 on, where the older name warns."""
@@ -64,7 +65,7 @@ def agree(group: dist.ProcessGroup, count: int, asked: str) -> list[int]:
     Raises:
         LigerDistError: on every rank, if they differ.
     """
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    if is_captured():
         raise LigerDistError(
             f"{asked} cannot be captured in a CUDA graph: the ranks of the vocab-parallel lm_head compare their "
             "numbers of tokens on the hosts. Use FSDP2(lm_head='gather')."

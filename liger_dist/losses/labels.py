@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_dist.errors import LigerDistError
+from liger_dist.model.torch_modes import is_captured
 from liger_dist_kernels import Backend, label_facts
 
 from .collectives import device_assert
@@ -36,7 +37,7 @@ class LabelSummary:
     @staticmethod
     def start(labels: Tensor, ignore_index: int, backend: Backend = "auto") -> LabelSummary | None:
         """Starts the copy for labels on a GPU; returns None for others, and in a CUDA graph."""
-        if not labels.is_cuda or torch.cuda.is_current_stream_capturing():
+        if not labels.is_cuda or is_captured():
             return None
         if labels.numel() == 0 or labels.is_floating_point():
             return None

@@ -1,4 +1,4 @@
-"""Transforms of torch that a call runs under: torch.compile, torch.func, forward-mode differentiation."""
+"""What a call runs under: torch.compile, torch.func, forward-mode differentiation, checkpoints, CUDA graphs."""
 
 from __future__ import annotations
 
@@ -32,6 +32,11 @@ def is_transformed() -> bool:
 def is_traced() -> bool:
     """True where torch.compile traces, or a transform of torch.func or forward-mode differentiation is active."""
     return torch.compiler.is_compiling() or is_transformed()
+
+
+def is_captured() -> bool:
+    """True while a CUDA graph records the current stream, where the host cannot read what is on the GPU."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def in_checkpoint() -> bool:
