@@ -16,6 +16,9 @@ from .losses.spec import Uncast as Uncast
 from .losses.support import pad_support as pad_support
 from .model.compile import compile_layers as compile_layers
 from .record import is_wrapped as is_wrapped
+from .routing import Routes as Routes
+from .routing import record_routing as record_routing
+from .routing import replay_routing as replay_routing
 from .sequences import gather_sequence as gather_sequence
 from .sequences import shard_sequence as shard_sequence
 from .sharding.ddp import DDP as DDP
