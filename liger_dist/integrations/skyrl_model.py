@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,7 +18,6 @@ from liger_dist.fused_head.call import IGNORE_INDEX
 from liger_dist.sharding.single import LoadedByHost
 
 from .patches import check_members, refuse_liger_kernel, with_config, wrap_policy
-from .skyrl import TRIED
 
 MEMBERS = {
     "forward": (
@@ -159,7 +157,7 @@ def make_class(config: WrapConfig | None = None) -> type[nn.Module]:
     """Makes a class of fused wrappers whose models are wrapped with ``config``.
 
     Raises:
-        LigerDistError: another release of SkyRL.
+        LigerDistError: SkyRL's functions have other parameters than the tested releases'.
     """
-    check_members(HFModelWrapper, MEMBERS, package=f"SkyRL {version('skyrl')}", tried=TRIED)
+    check_members(HFModelWrapper, MEMBERS, host="skyrl")
     return with_config(FusedModelWrapper, config)
