@@ -7,7 +7,8 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --con
 TRITON := 3.6.0
 
 .PHONY: venv demo demo-distillation smoke affected test test-all record golden test-gpu test-oldest test-newest test-verl \
-	test-skyrl check docs matrix families peft benchmarks benchmarks-page benchmarks-age format wheel test-wheel release-check publish clean
+	test-skyrl test-axolotl test-hosts check docs matrix families peft benchmarks benchmarks-page benchmarks-age format \
+	wheel test-wheel release-check publish clean
 
 venv: $(VENV)/.installed
 
@@ -142,22 +143,56 @@ test-verl: $(VERL)/.installed
 		$(VERL)/bin/python -m pytest $(PARALLEL) -m "not nightly" $(VERL_TESTS:%=tests_multi_gpu/%.py) || exit 1; \
 	done
 
-# SkyRL needs Python 3.12.
+# SkyRL and Axolotl need Python 3.12 or newer: make test-skyrl PYTHON312=/path/to/python3.12
+PYTHON312 ?= $(shell for python in python3.12 python3.13 python3.14 $(wildcard $(HOME)/.pyenv/versions/3.1[234].*/bin/python); \
+	do $$python -c "" 2>/dev/null && echo $$python && break; done)
+NO_PYTHON312 := no Python 3.12 or newer was found, so SkyRL and Axolotl were not tested; give one by PYTHON312=/path
+
 SKYRL ?= .venv-skyrl
-PYTHON312 ?= python3.12
 SKYRL_PIP := PIP_CONSTRAINT=/dev/null $(SKYRL)/bin/python -m pip install --quiet --disable-pip-version-check
+SKYRL_RELEASES := 0.3.0 0.4.0
 
 $(SKYRL)/.installed: setup.cfg Makefile
+	test -n "$(PYTHON312)" || { echo "$(NO_PYTHON312)"; exit 1; }
 	test -x $(SKYRL)/bin/python || $(PYTHON312) -m venv $(SKYRL)
 	$(SKYRL_PIP) torch==2.13.0 setuptools wheel
 	$(SKYRL)/bin/python -c "import triton" 2>/dev/null || $(SKYRL_PIP) triton==$(TRITON)
-	$(SKYRL_PIP) transformers==5.8.0 accelerate peft==0.18.1 ray==2.56.0 tensordict hydra-core loguru jaxtyping polars \
-		func_timeout aiohttp fastapi uvicorn datasets matplotlib tensorboard torchdata pillow pytest pytest-timeout pytest-xdist
-	$(SKYRL_PIP) --no-deps skyrl==0.3.0 skyrl-gym==0.4.0 --editable .
+	$(SKYRL_PIP) transformers==5.16.1 accelerate peft==0.18.1 ray==2.57.0 tensordict hydra-core loguru jaxtyping polars \
+		func_timeout aiohttp fastapi uvicorn datasets matplotlib tensorboard torchdata pillow orjson pybase64 cloudpathlib \
+		zstandard pytest pytest-timeout pytest-xdist
+	$(SKYRL_PIP) --no-deps skyrl-gym==0.4.0 --editable .
 	touch $@
 
 test-skyrl: $(SKYRL)/.installed
-	$(SKYRL)/bin/python -m pytest tests_multi_gpu/integrations/test_skyrl.py
+	for release in $(SKYRL_RELEASES); do \
+		$(SKYRL_PIP) --no-deps skyrl==$$release && \
+		$(SKYRL)/bin/python -m pytest tests_multi_gpu/integrations/test_skyrl.py || exit 1; \
+	done
+
+# Axolotl without the requirements that its tested trainers do not import. torch comes with CUDA there.
+AXOLOTL ?= .venv-axolotl
+AXOLOTL_PIP := PIP_CONSTRAINT=/dev/null $(AXOLOTL)/bin/python -m pip install --quiet --disable-pip-version-check
+
+$(AXOLOTL)/.installed: setup.cfg Makefile
+	test -n "$(PYTHON312)" || { echo "$(NO_PYTHON312)"; exit 1; }
+	test -x $(AXOLOTL)/bin/python || $(PYTHON312) -m venv $(AXOLOTL)
+	$(AXOLOTL_PIP) torch==2.13.0 torchvision==0.28.0 setuptools wheel
+	$(AXOLOTL)/bin/python -c "import triton" 2>/dev/null || $(AXOLOTL_PIP) triton==$(TRITON)
+	$(AXOLOTL_PIP) torch==2.13.0 transformers==5.20.1 accelerate==1.15.0 peft==0.21.2 trl==1.14.1 datasets==5.0.1 \
+		kernels==0.17.2 liger-kernel==0.8.4 torchao==0.18.0 bitsandbytes==0.50.2 optimum==1.16.2 pydantic==2.13.5 \
+		addict art colorama einops evaluate fastcore fire mistral-common numba nvidia-ml-py posthog python-dotenv \
+		schedulefree scipy sentencepiece tensorboard typer wandb axolotl-contribs-lgpl axolotl-contribs-mit \
+		pytest pytest-timeout pytest-xdist
+	$(AXOLOTL_PIP) --no-deps axolotl==0.21.0 --editable .
+	touch $@
+
+test-axolotl: $(AXOLOTL)/.installed
+	$(AXOLOTL)/bin/python -m pytest --override-ini timeout=600 tests_multi_gpu/integrations/test_axolotl.py
+
+# Integrations whose hosts make test does not install.
+test-hosts: test-verl
+	test -z "$(PYTHON312)" || $(MAKE) test-skyrl test-axolotl
+	test -n "$(PYTHON312)" || echo "$(NO_PYTHON312)"
 
 docs: venv
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/docs
@@ -235,4 +270,4 @@ publish:
 	gh release create "v$(VERSION:v%=%)" dist/* --verify-tag --title "liger_dist $(VERSION:v%=%)" --notes-file build/notes.md
 
 clean:
-	rm -rf $(VENV) .venv-newest .venv-oldest .venv-verl .venv-skyrl runs build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) .venv-newest .venv-oldest .venv-verl .venv-skyrl .venv-axolotl runs build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

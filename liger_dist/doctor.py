@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from .functional import linear_cross_entropy
 from .sharding.process_groups import compute_device
-from .versions import newest_checked, numbers
+from .versions import HOSTS, newest_checked, numbers
 
 Verdict = Literal["ok", "note", "wrong"]
 NEEDED = {"torch": "2.11", "transformers": "5.0", "triton": "3.5"}
@@ -121,6 +121,17 @@ def versions() -> Iterator[Finding]:
             yield Finding(name, what, "note", remedy)
         else:
             yield Finding(name, found)
+    for name in sorted(HOSTS.keys() - OPTIONAL.keys()):
+        try:
+            found = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+        newest = newest_checked(name, found, HOSTS)
+        if newest is None:
+            yield Finding(name, found)
+        else:
+            what = f"{found} is newer than {newest}, the newest that liger_dist was tested with"
+            yield Finding(name, what, "note", f"pip install '{name}<={newest}', or compare a step with one without it")
 
 
 def gpus() -> Iterator[Finding]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import takewhile
 
 CHECKED: dict[str, tuple[str, ...]] = {
@@ -14,12 +15,20 @@ CHECKED: dict[str, tuple[str, ...]] = {
 }
 """releases that ``test_canary.py`` has passed with, oldest first; the first one is the oldest that
 ``setup.cfg`` allows"""
+HOSTS: dict[str, tuple[str, ...]] = {
+    "axolotl": ("0.19.0", "0.21.0"),
+    "llamafactory": ("0.9.5",),
+    "openrlhf": ("0.11.2",),
+    "skyrl": ("0.3.0", "0.4.0"),
+    "trl": CHECKED["trl"],
+    "verl": ("0.9.1",),
+}
+"""releases of host frameworks that their integrations were tested with, oldest first"""
 
 
-def newest_checked(package: str, installed: str) -> str | None:
-    """Returns the newest release of :data:`CHECKED` if ``installed`` is a newer one; else, and for other packages,
-    None."""
-    releases = CHECKED.get(package)
+def newest_checked(package: str, installed: str, checked: Mapping[str, tuple[str, ...]] = CHECKED) -> str | None:
+    """Returns the newest release of ``checked`` if ``installed`` is a newer one; else, and for other packages, None."""
+    releases = checked.get(package)
     return releases[-1] if releases is not None and numbers(installed) > numbers(releases[-1]) else None
 
 

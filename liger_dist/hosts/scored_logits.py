@@ -33,7 +33,13 @@ _GRADIENT = (
 _CROSS_ENTROPY = signature(F.cross_entropy)
 _CLASS_0 = 0
 """class that trainers gather where they mask the result"""
-LOGITS, LOG_PROBS = "logits", "log-probabilities"
+LOGITS, DOUBLED, LOG_PROBS, PROBABILITIES, ENTROPY_TERMS = (
+    "logits",
+    "2 * logits",
+    "log-probabilities",
+    "probabilities",
+    "probabilities * log-probabilities",
+)
 _OF_COPIES = ("__copy__", "__deepcopy__", "__setstate__")
 SCORES = ("log_prob", "log_sum_exp", "log_prob_at")
 """outputs of a wrapped model that every object has; ``log_prob_at`` of class 0 alone, or of the ``token_ids`` that
@@ -217,6 +223,11 @@ class ScoredLogits:
         """Sums over all tokens and classes, 0-d."""
         return self._output("mean_logit").nansum() * self._vocab_size
 
+    def argmax(self, dim: int) -> Tensor:
+        """Selects the likeliest class, -1 where it is not the next token: ``[...]``."""
+        self._over_classes(dim)
+        return torch.where(self._output("is_top1", LOGITS, LOG_PROBS).bool(), self._ids, -1)
+
     def log_softmax(self, dim: int, dtype: torch.dtype | None = None) -> ScoredLogits:
         self._over_classes(dim)
         found = self._becomes(LOG_PROBS, LOGITS, LOG_PROBS)
@@ -225,8 +236,28 @@ class ScoredLogits:
     def logsumexp(self, dim: int, keepdim: bool = False) -> Tensor:
         """Reduces over the classes: ``[...]``, or ``[..., 1]`` with ``keepdim``."""
         self._over_classes(dim)
-        log_sum_exp = self._output("log_sum_exp")
+        log_sum_exp = self._output("log_sum_exp", LOGITS, DOUBLED)
+        if self._kind == DOUBLED:
+            log_sum_exp = self._output("sum_sq_prob", DOUBLED).log() + 2 * log_sum_exp
         return log_sum_exp[..., None] if keepdim else log_sum_exp
+
+    def exp(self) -> ScoredLogits:
+        return self._becomes(PROBABILITIES, LOG_PROBS)
+
+    def __mul__(self, other: Any) -> ScoredLogits:
+        if isinstance(other, ScoredLogits):
+            other._becomes(LOG_PROBS, LOG_PROBS)
+            return self._becomes(ENTROPY_TERMS, PROBABILITIES)
+        if not isinstance(other, int | float) or other != 2:
+            raise LogitsNotComputedError(f"{other} * {self._kind} were read: {NOT_COMPUTED}")
+        return self._becomes(DOUBLED)
+
+    __rmul__ = __mul__
+
+    def sum(self, dim: int) -> Tensor:
+        """Sums the terms of the entropy over the classes: ``[...]``."""
+        self._over_classes(dim)
+        return -self._output("entropy", ENTROPY_TERMS)
 
     def topk(self, k: int, dim: int = -1) -> LargestClasses:
         """Selects the classes of the k largest logits, ``[..., k]``."""
@@ -296,8 +327,8 @@ class ScoredLogits:
 
 
 _OPERATORS = """
-    add sub mul matmul truediv floordiv mod divmod pow lshift rshift and xor or
-    radd rsub rmul rmatmul rtruediv rfloordiv rmod rdivmod rpow rlshift rrshift rand rxor ror
+    add sub matmul truediv floordiv mod divmod pow lshift rshift and xor or
+    radd rsub rmatmul rtruediv rfloordiv rmod rdivmod rpow rlshift rrshift rand rxor ror
     iadd isub imul imatmul itruediv ifloordiv imod ipow ilshift irshift iand ixor ior
     lt le gt ge neg pos abs invert bool int float complex index round trunc floor ceil
     contains setitem delitem array
@@ -320,6 +351,7 @@ _METHODS: dict[Any, Callable[..., Any]] = {
     torch.gather: ScoredLogits.gather,
     torch.take_along_dim: ScoredLogits.gather,
     torch.logsumexp: ScoredLogits.logsumexp,
+    torch.exp: ScoredLogits.exp,
     torch.topk: ScoredLogits.topk,
     torch.log_softmax: ScoredLogits.log_softmax,
     F.log_softmax: ScoredLogits.log_softmax,

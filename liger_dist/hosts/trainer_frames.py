@@ -22,10 +22,19 @@ def returns_logits() -> bool:
 
 
 _SUMS = ("log_prob", "mean_logit")
+_METRICS = (*_SUMS, "entropy", "is_top1", "sum_sq_prob")
 READERS: dict[tuple[str, str], tuple[str, ...]] = {
     ("trl.experimental.cpo.cpo_trainer", "concatenated_forward"): _SUMS,
     ("trl.experimental.orpo.orpo_trainer", "concatenated_forward"): _SUMS,
     ("trl.experimental.online_dpo.online_dpo_trainer", "_forward"): _SUMS,
+    # TRL before 1.16, which Axolotl requires.
+    ("trl.trainer.dpo_trainer", "_compute_loss"): _METRICS,
+    ("trl.trainer.dpo_trainer", "compute_ref_log_probs"): _SUMS,
+    ("trl.trainer.dpo_trainer", "_compute_ref_log_probs"): _SUMS,
+    ("trl.trainer.kto_trainer", "_compute_loss"): _METRICS,
+    ("trl.trainer.kto_trainer", "_compute_kl_logps"): _SUMS,
+    ("trl.trainer.kto_trainer", "compute_ref_log_probs"): _SUMS,
+    ("trl.trainer.kto_trainer", "_compute_ref_log_probs"): _SUMS,
     ("llamafactory.train.dpo.trainer", "concatenated_forward"): _SUMS,
     ("llamafactory.train.kto.trainer", "forward"): _SUMS,
 }

@@ -20,7 +20,7 @@ from liger_dist.errors import LigerDistError
 from liger_dist.record import inner_model, record_of
 from liger_dist.sharding.fsdp2.strategy import LMHead
 
-from .patches import models_wrapped_for, patched
+from .patches import models_wrapped_for, patched, warn_of_newer
 from .trainer import fuse
 
 TOKEN_LOSSES = {"pt": CustomTrainer, "sft": CustomSeq2SeqTrainer}
@@ -62,6 +62,7 @@ def fused_trainers(config: WrapConfig | None = None, *, lm_head: LMHead = "gathe
             stack.enter_context(patched(tuner, f"run_{stage}", functools.partial(_refuse, stage)))
         original = loader.apply_liger_kernel
         stack.enter_context(patched(loader, "apply_liger_kernel", functools.partial(_without_liger, original)))
+        warn_of_newer("llamafactory")
         yield
 
 

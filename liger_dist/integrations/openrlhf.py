@@ -18,7 +18,6 @@ NAME = "liger_dist.integrations.openrlhf"
 MAKERS = ("openrlhf.trainer.ray.launcher", "openrlhf.trainer.ray.ppo_actor")
 """modules that make references and policies"""
 TRAINING = "openrlhf.cli.train_ppo_ray"
-TRIED = "0.11.2"
 
 
 def patch(config: WrapConfig | None = None) -> None:
@@ -26,7 +25,7 @@ def patch(config: WrapConfig | None = None) -> None:
     Imports nothing of OpenRLHF before it is used.
 
     Raises:
-        LigerDistError: another release of OpenRLHF; when it is imported.
+        LigerDistError: OpenRLHF's class is missing or has other parameters; when it is imported.
     """
 
     def make() -> type[nn.Module]:
@@ -36,7 +35,7 @@ def patch(config: WrapConfig | None = None) -> None:
         return make_class(config)
 
     for name in MAKERS:
-        patch_class(name, "Actor", make, tried=f"OpenRLHF {TRIED}")
+        patch_class(name, "Actor", make, host="openrlhf")
 
 
 def train_ppo_ray(config: WrapConfig | None = None) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from importlib.metadata import version
 from typing import Any, ClassVar
 
 import torch
@@ -17,7 +16,7 @@ from liger_dist.config import WrapConfig
 from liger_dist.errors import LigerDistError
 from liger_dist.fused_head.call import IGNORE_INDEX
 
-from .openrlhf import TRAINING, TRIED
+from .openrlhf import TRAINING
 from .patches import check_members, refuse_liger_kernel, with_config, wrap_policy
 
 MEMBERS = {
@@ -156,7 +155,7 @@ def make_class(config: WrapConfig | None = None) -> type[nn.Module]:
     """Makes a class of fused actors whose models are wrapped with ``config``.
 
     Raises:
-        LigerDistError: another release of OpenRLHF.
+        LigerDistError: OpenRLHF's actor has other parameters than the tested releases'.
     """
-    check_members(Actor, MEMBERS, package=f"OpenRLHF {version('openrlhf')}", tried=TRIED)
+    check_members(Actor, MEMBERS, host="openrlhf")
     return with_config(FusedActor, config)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib import metadata
 from inspect import signature
 from typing import Any
 
@@ -18,9 +20,12 @@ from liger_dist.model.peft import base_model_of
 from liger_dist.record import inner_model, is_wrapped, record_of
 from liger_dist.sharding.base import Strategy
 from liger_dist.sharding.fsdp2.strategy import LMHead
+from liger_dist.versions import HOSTS, newest_checked
 from liger_dist.wrap import wrap
 
 from .startup.after_import import AfterImport
+
+_LOGGER = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -78,12 +83,12 @@ def with_config(cls: type[nn.Module], config: WrapConfig | None) -> type[nn.Modu
     return type(cls.__name__, (cls,), members)
 
 
-def patch_class(module_name: str, name: str, make: Callable[[], type[nn.Module]], *, tried: str) -> None:
+def patch_class(module_name: str, name: str, make: Callable[[], type[nn.Module]], *, host: str) -> None:
     """Sets the class ``name`` of a host's module to that of ``make``: now if the module is imported, otherwise after
     its import.
 
     Args:
-        tried: the host's release that this release of liger_dist was tried with.
+        host: a package of :data:`liger_dist.versions.HOSTS`.
 
     Raises:
         LigerDistError: the module has no such class.
@@ -92,10 +97,7 @@ def patch_class(module_name: str, name: str, make: Callable[[], type[nn.Module]]
     def patch() -> None:
         module = sys.modules[module_name]
         if not hasattr(module, name):
-            raise LigerDistError(
-                f"{module_name} has no {name}; expected one, as in {tried}, which this release of liger_dist was tried "
-                f"with. Install {tried}, or train without liger_dist."
-            )
+            raise LigerDistError(f"{module_name} has no {name} in {_installed(host)}; expected one, {_as_tested(host)}")
         setattr(module, name, make())
 
     if module_name in sys.modules:
@@ -142,11 +144,17 @@ def wrap_policy(
         raise LigerDistError(f"the loss of {type(inner_model(model)).__name__} is not fused: {reason}. {way_out}")
 
 
-def check_members(owner: Any, members: Mapping[str, tuple[str, ...]], *, package: str, tried: str) -> None:
-    """Refuses a release of a package whose functions are not those that are patched.
+def check_members(
+    owner: Any, members: Mapping[str, tuple[str, ...]], *, host: str, optional: Mapping[str, tuple[str, ...]] = {}
+) -> None:
+    """Refuses a release of a host whose functions are not those that are patched, and warns of one that is newer than
+    those tested.
 
     Args:
+        owner: a class or a module.
         members: names in ``owner``, and the names of their parameters.
+        host: a package of :data:`liger_dist.versions.HOSTS`.
+        optional: parameters at the end that some of its releases do not have: all of a function's, or none.
 
     Raises:
         LigerDistError: one is missing, or has other parameters.
@@ -154,9 +162,47 @@ def check_members(owner: Any, members: Mapping[str, tuple[str, ...]], *, package
     for name, expected in members.items():
         function = getattr(owner, name, None)
         found = None if function is None else tuple(signature(function).parameters)
-        if found != expected:
+        if found not in (expected, expected + optional.get(name, ())):
             described = "is missing" if found is None else f"has the parameters {', '.join(found)}"
             raise LigerDistError(
-                f"{name} of {owner.__name__} {described} in {package}; expected {', '.join(expected)}, as in {tried}, "
-                f"which this release of liger_dist was tried with. Install {tried}, or train without liger_dist."
+                f"{name} of {owner.__name__} {described} in {_installed(host)}; expected "
+                f"{', '.join(expected + optional.get(name, ()))}, {_as_tested(host)}"
             )
+    warn_of_newer(host)
+
+
+@functools.cache
+def warn_of_newer(host: str) -> None:
+    """Logs a warning, once in a process, if a host is newer than the releases that its integration was tested with. An
+    integration calls it after it has checked what it patches.
+
+    Args:
+        host: a package of :data:`liger_dist.versions.HOSTS`.
+    """
+    try:
+        is_newer = newest_checked(host, metadata.version(host), HOSTS) is not None
+    except metadata.PackageNotFoundError:
+        return
+    if is_newer:
+        _LOGGER.warning(
+            "%s is newer than the releases that liger_dist was tested with (%s). What liger_dist patches is there, so "
+            "it goes on; compare a step with one without it, or install %s.",
+            _installed(host),
+            ", ".join(HOSTS[host]),
+            HOSTS[host][-1],
+        )
+
+
+def _installed(host: str) -> str:
+    try:
+        return f"{host} {metadata.version(host)}"
+    except metadata.PackageNotFoundError:
+        return host
+
+
+def _as_tested(host: str) -> str:
+    releases = HOSTS[host]
+    return (
+        f"as in {' and '.join(releases)}, which this release of liger_dist was tested with. Install {host} "
+        f"{releases[-1]}, or train without liger_dist."
+    )

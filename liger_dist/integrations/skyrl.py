@@ -21,7 +21,6 @@ NAME = "liger_dist.integrations.skyrl"
 """of this module, also where it runs as a program"""
 MAKER = "skyrl.backends.skyrl_train.workers.fsdp.fsdp_worker"
 """module that makes policies and references"""
-TRIED = "0.3.0"
 
 
 def patch(config: WrapConfig | None = None) -> None:
@@ -29,7 +28,7 @@ def patch(config: WrapConfig | None = None) -> None:
     Imports nothing of SkyRL before it is used.
 
     Raises:
-        LigerDistError: another release of SkyRL; when it is imported.
+        LigerDistError: SkyRL's class is missing or has other parameters; when it is imported.
     """
 
     def make() -> type[nn.Module]:
@@ -37,7 +36,7 @@ def patch(config: WrapConfig | None = None) -> None:
 
         return make_class(config)
 
-    patch_class(MAKER, "HFModelWrapper", make, tried=f"SkyRL {TRIED}")
+    patch_class(MAKER, "HFModelWrapper", make, host="skyrl")
 
 
 def main() -> None:

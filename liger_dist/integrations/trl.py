@@ -28,7 +28,7 @@ from liger_dist.sharding.fsdp2.strategy import LMHead
 from liger_dist.wrap import unwrap
 
 from .accelerate import wrap_for
-from .patches import models_wrapped_for, patched, refuse_packing
+from .patches import models_wrapped_for, patched, refuse_packing, warn_of_newer
 from .trl_distillation import fused_divergences
 
 ADD = "add_fused_lm_head"
@@ -50,6 +50,7 @@ def fused_heads(config: WrapConfig | None = None, *, lm_head: LMHead = "gather")
         LigerDistError: see :func:`liger_dist.wrap`; from the trainer's constructor.
     """
     original = utils.add_fused_lm_head
+    warn_of_newer("trl")
     wraps = partial(_wrap, config=config, lm_head=lm_head)
 
     @functools.wraps(original)

@@ -14,7 +14,6 @@ from types import MethodType
 from typing import Any
 
 import torch
-import verl
 from tensordict import TensorDict
 from torch import Tensor, nn
 from verl.utils import tensordict_utils
@@ -34,7 +33,6 @@ from liger_dist.sharding.single import LoadedByHost
 
 from .patches import check_members, wrap_policy
 
-TRIED = "0.9.1"
 MEMBERS = {
     "_build_fsdp_module": ("self", "module"),
     "prepare_model_inputs": ("self", "micro_batch"),
@@ -216,9 +214,10 @@ def _register() -> None:
     """Registers :class:`FusedEngine` for this process's device and vendor, which verl looks for first.
 
     Raises:
-        LigerDistError: another release of verl, or an engine of another package in that place.
+        LigerDistError: verl's engine has other methods than the tested releases', or an engine of another package is in
+            that place.
     """
-    check_members(FSDPEngineWithLMHead, MEMBERS, package=f"verl {verl.__version__}", tried=TRIED)
+    check_members(FSDPEngineWithLMHead, MEMBERS, host="verl")
     device = os.getenv("VERL_ENGINE_DEVICE") or get_device_name()
     vendor = os.getenv("VERL_ENGINE_VENDOR") or get_vendor()
     for backend in BACKENDS:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import copy
 import math
 import operator
+import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from models import make_batch, make_model
 from torch import Tensor
 
 import liger_dist
@@ -36,10 +39,14 @@ def test_logits_of_which_only_what_is_read_was_computed() -> None:
         lambda given: torch.take_along_dim(given.log_softmax(dim=-1), ids[..., None], dim=2),
         lambda given: F.cross_entropy(given.view(-1, 7), ids.masked_fill(mask, -100).view(-1)),
         lambda given: F.cross_entropy(given[mask], ids[mask]),
+        lambda given: entropy_from_logits(given.detach(), chunk_size=5),
         lambda given: given[:1].mean(),
         lambda given: given.index_select(0, torch.tensor([2, 0], device="cpu")).chunk(2, dim=0)[1].mean(-1),
         lambda given: given.to(torch.float32).split(3, dim=0)[1].nansum(),
         lambda given: given[mask].mean(-1).sum(),
+        lambda given: torch.logsumexp(2.0 * given, dim=-1) - 2.0 * torch.logsumexp(given, dim=-1),
+        lambda given: torch.logsumexp(given * 2, dim=-1, keepdim=True),
+        lambda given: given.argmax(dim=-1) == ids,
         lambda given: torch.gather(given, 2, ids[..., None]),
         lambda given: torch.logsumexp(given, -1),
         lambda given: given.log_softmax(-1).mean(-1),
@@ -58,9 +65,11 @@ def test_logits_of_which_only_what_is_read_was_computed() -> None:
         lambda: 3.0 * logits,
         lambda: logits * logits,
         lambda: torch.exp(logits).mean(),
-        lambda: entropy_from_logits(logits.detach(), chunk_size=5),
         lambda: (2 * logits).log_softmax(-1),
-        lambda: logits.argmax(-1),
+        lambda: torch.exp(logits.log_softmax(-1)).sum(-1),
+        lambda: (torch.exp(logits.log_softmax(-1)) * logits).sum(-1),
+        lambda: (2 * logits).gather(-1, ids[..., None]),
+        lambda: ScoredLogits(ids, {"log_prob": torch.zeros(4, 3, device="cpu")}, 7).argmax(-1),
         lambda: logits.mean(1),
         lambda: logits.logsumexp(1),
         lambda: logits.log_softmax(1),
@@ -143,6 +152,31 @@ def test_gradients_of_reads() -> None:
             loss(scored_as(truth, ids)).backward()
 
 
+@pytest.mark.parametrize("module", ["trl.trainer.dpo_trainer", "trl.trainer.kto_trainer"])
+@pytest.mark.parametrize(
+    ("name", "reads"),
+    [("_compute_loss", "entropy"), ("compute_ref_log_probs", ""), ("_compute_ref_log_probs", ""), ("another", None)],
+)
+def test_scored_logits_for_trainers_of_trl_before_1_16(
+    module: str, name: str, reads: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Axolotl requires these releases, whose trainers call a model without labels."""
+    found: dict[str, Any] = {"__name__": module}
+    exec(f"def {name}(model, ids): return model(input_ids=ids).logits", found)
+    monkeypatch.setitem(sys.modules, module, ModuleType(module))
+    model, ids = make_model("llama"), make_batch(0)["input_ids"]
+    truth = model(input_ids=ids).logits.double()
+    logits = found[name](liger_dist.wrap(model), ids)
+    assert isinstance(logits, Tensor) == (reads is None)
+    scores = logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])
+    expected = truth[:, :-1].log_softmax(-1)
+    assert torch.allclose(scores.double(), expected.gather(-1, ids[:, 1:, None]), atol=1e-5)
+    if reads == "entropy":
+        log_probs = logits[:, :-1].detach().log_softmax(-1)
+        entropy = -(torch.exp(log_probs) * log_probs).sum(-1)
+        assert torch.allclose(entropy.double(), -(expected.exp() * expected).sum(-1), atol=1e-5)
+
+
 def scored_as(logits: Tensor, ids: Tensor) -> Any:
     """What stands for ``logits``, whose next tokens are ``ids``."""
     log_probs = logits.log_softmax(-1)
@@ -151,5 +185,8 @@ def scored_as(logits: Tensor, ids: Tensor) -> Any:
         "log_sum_exp": logits.detach().logsumexp(-1),
         "log_prob_at": log_probs[..., :1],
         "mean_logit": logits.detach().mean(-1),
+        "entropy": -(log_probs.exp() * log_probs).sum(-1),
+        "is_top1": logits.argmax(-1) == ids,
+        "sum_sq_prob": log_probs.exp().square().sum(-1),
     }
     return ScoredLogits.of(ids, outputs, logits.shape[-1])

@@ -28,6 +28,10 @@ import liger_dist
 
 axolotl = pytest.importorskip("axolotl.integrations.base", reason="Axolotl is not installed")
 PLUGIN = "liger_dist.integrations.axolotl.LigerDistPlugin"
+HAS_ENTRY_POINTS = hasattr(axolotl, "get_builtin_plugins")
+needs_entry_points = pytest.mark.skipif(
+    not HAS_ENTRY_POINTS, reason="Axolotl before 0.21 loads only the plugins of the configuration"
+)
 ROWS = 8
 COUNTING = """
 import json
@@ -56,9 +60,14 @@ PACKING = {"sample_packing": True, "eval_sample_packing": False, "attn_implement
 """Axolotl drops the mask, so that transformers makes a dense one from positions"""
 
 
-@pytest.mark.parametrize("options", [{}, PACKING], ids=["padded", "packed"])
-def test_its_own_command(options: dict[str, Any], tmp_path: Path) -> None:
-    """Chat data, of which the assistant's turns are learnt; a second plugin counts."""
+@pytest.mark.parametrize(
+    ("options", "plugins"),
+    [({}, [PLUGIN]), (PACKING, [PLUGIN]), pytest.param({}, [], marks=needs_entry_points)],
+    ids=["padded", "packed", "by its section alone"],
+)
+def test_its_own_command(options: dict[str, Any], plugins: list[str], tmp_path: Path) -> None:
+    """Chat data, of which the assistant's turns are learnt; a second plugin counts. In the run without this plugin
+    Axolotl loads it from 0.21 on, as an installed one, and nothing asks for it."""
     make_model("llama", dtype=torch.float32).cpu().save_pretrained(tmp_path / "model")  # type: ignore[operator]
     make_tokenizer().save_pretrained(tmp_path / "model")
     turns = [("abc"[: 1 + row % 3], "hello world"[: 3 + row % 8]) for row in range(64)]
@@ -66,8 +75,9 @@ def test_its_own_command(options: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "counting.py").write_text(COUNTING)
     losses = []
-    for name, plugins in (("fused", [PLUGIN, "counting.Counting"]), ("own", ["counting.Counting"])):
-        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(settings_of_a_run(tmp_path, plugins) | options))
+    for name, listed in (("fused", [*plugins, "counting.Counting"]), ("own", ["counting.Counting"])):
+        settings = settings_of_a_run(tmp_path, listed, has_section=name == "fused") | options
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(settings))
         found, seen = run_of(tmp_path, name)
         assert seen["calls"] == 3 * (name == "fused")
         losses.append(found["loss"])
@@ -117,7 +127,7 @@ def test_preferences(options: dict[str, Any], calls: int, tmp_path: Path) -> Non
     (tmp_path / "counting.py").write_text(COUNTING)
     logs = []
     for name, plugins in (("fused", [PLUGIN, "counting.Counting"]), ("own", ["counting.Counting"])):
-        settings = settings_of_a_run(tmp_path, plugins) | options
+        settings = settings_of_a_run(tmp_path, plugins, has_section=name == "fused") | options
         data = {"path": str(tmp_path / "data.jsonl"), "ds_type": "json", "split": "train"}
         settings["datasets"] = [data | (RATED if options["rl"] == "kto" else PAIRS)]
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(settings))
@@ -133,7 +143,7 @@ def test_preferences(options: dict[str, Any], calls: int, tmp_path: Path) -> Non
         assert logs[0][key] == pytest.approx(logs[1][key], rel=1e-3, abs=1e-5), key
 
 
-def settings_of_a_run(folder: Path, plugins: list[str]) -> dict[str, Any]:
+def settings_of_a_run(folder: Path, plugins: list[str], *, has_section: bool) -> dict[str, Any]:
     data = {
         "path": str(folder / "data.jsonl"),
         "ds_type": "json",
@@ -158,7 +168,7 @@ def settings_of_a_run(folder: Path, plugins: list[str]) -> dict[str, Any]:
         "logging_steps": 1,
         "bf16": False,
         "fp16": False,
-    } | ({"liger_dist": {"memory_budget": ROWS * VOCAB_SIZE * 4}} if PLUGIN in plugins else {})
+    } | ({"liger_dist": {"memory_budget": ROWS * VOCAB_SIZE * 4}} if has_section else {})
 
 
 def manager(cfg: dict[str, Any]) -> Any:
@@ -277,10 +287,13 @@ def scored(row: dict[str, Any], as_written: bool) -> dict[str, Any]:
         ({"plugins": ["axolotl.integrations.liger.LigerPlugin"]}, "LigerPlugin"),
         ({"plugins": ["axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"]}, "CutCrossEntropyPlugin"),
         ({"chunked_cross_entropy": True}, "chunked_cross_entropy is True"),
+        ({"use_dft": True}, "use_dft is True"),
         ({"rl": "grpo"}, "rl is 'grpo'"),
         ({"orpo_alpha": 0.1}, "orpo_alpha is 0.1"),
         ({"context_parallel_size": 2}, "context_parallel_size is 2, under which Axolotl shards labels"),
         ({"sequence_parallel_degree": 4}, "sequence_parallel_degree is 4, under which Axolotl shards labels"),
+        ({"context_parallel": {"size": 2}}, r"context_parallel\.size is 2, under which Axolotl shards labels"),
+        ({"expert_parallel_size": 2}, "expert_parallel_size is 2, under which Axolotl replaces the experts"),
         ({"kd_trainer": True, "kd_alpha": 1.0, "kd_beta": 0.5}, "kd_beta is 0.5; expected 0"),
         ({"kd_trainer": True, "kd_alpha": 1.0, "kd_normalize_topk": True}, "kd_normalize_topk is true"),
         ({"kd_trainer": True, "kd_ce_alpha": 0.1, "kd_temperature": 2.0}, "kd_temperature is 2.0 and kd_ce_alpha 0.1"),
@@ -297,15 +310,52 @@ def scored(row: dict[str, Any], as_written: bool) -> dict[str, Any]:
     ],
 )
 def test_other_losses_are_refused(cfg: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(liger_dist.LigerDistError, match=sentence):
-        manager(cfg)
-    manager(cfg | {"liger_dist": {"enabled": False}})
+    listed = cfg | {"plugins": [PLUGIN, *cfg.get("plugins", ())]}
+    for asking in (listed, cfg | {"liger_dist": {}}):
+        with pytest.raises(liger_dist.LigerDistError, match=sentence):
+            manager(asking)
+    manager(listed | {"liger_dist": {"enabled": False}})
+    manager(cfg)
+
+
+@needs_entry_points
+def test_an_installed_plugin_does_nothing_unless_asked(tmp_path: Path) -> None:
+    """Axolotl loads it beside its own plugins in every run."""
+    from axolotl.core.trainers.base import AxolotlTrainer
+    from axolotl.utils.config import prepare_plugins
+    from axolotl.utils.dict import DictDefault
+    from datasets import Dataset
+
+    assert PLUGIN in axolotl.get_builtin_plugins()
+    rows = [{name: column.tolist() for name, column in row.items()} for row in Sequences().rows]
+    cases: list[tuple[dict[str, Any], bool]] = [
+        ({}, False),
+        ({"chunked_cross_entropy": True}, False),
+        ({"rl": "grpo"}, False),
+        ({"liger_dist": {"enabled": False}}, False),
+        ({"liger_dist": {}}, True),
+        ({"plugins": [PLUGIN]}, True),
+        ({"plugins": [PLUGIN.replace(".LigerDist", ":LigerDist")]}, True),
+    ]
+    for cfg, is_fused in cases:
+        axolotl.PluginManager._instance = None
+        prepare_plugins(DictDefault(cfg))
+        found = axolotl.PluginManager.get_instance()
+        others = {name.rsplit(".", 1)[-1] for name in found.plugins}
+        assert others == {"LigerDistPlugin", "ContextParallelPlugin", "ExpertParallelPlugin"}
+        forget_earlier_trainers()
+        model = make_model("llama", dtype=torch.float32).cpu()
+        data = Dataset.from_list(rows).with_format("torch")
+        trainer = AxolotlTrainer(model=model, args=three_steps(str(tmp_path)), train_dataset=data)
+        found.post_model_load(DictDefault(cfg), model)
+        found.post_trainer_create(DictDefault(cfg), trainer)
+        assert liger_dist.is_wrapped(model) == is_fused, cfg
 
 
 def test_the_section_is_part_of_axolotls_configuration() -> None:
     from axolotl.integrations.config import merge_input_args
 
-    found = manager({"plugins": [PLUGIN]})
+    found = manager({})
     assert found.get_input_args() == ["liger_dist.integrations.axolotl.LigerDistArgs"]
     config, _ = merge_input_args()
     assert "liger_dist" in config.model_fields
