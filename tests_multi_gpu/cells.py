@@ -126,6 +126,8 @@ class Use:
     """True for an objective of log-probabilities, entropies and squared probabilities beside the loss"""
     has_support: bool = False
     """True if the objective is one of the classes of which each token was sampled"""
+    replays: bool = False
+    """True if the experts of each token are given, within a context of the forward alone"""
     soft_labels: bool = False
     """True for probabilities of four classes of each token beside its label"""
     logits_dtype: LogitsDtype = None
@@ -186,6 +188,8 @@ USE: dict[str, Use] = {
     "two forwards": Use(forwards=2),
     "policy outputs": Use(policy=True, many_chunks=True),
     "sampled support": Use(policy=True, has_support=True, many_chunks=True),
+    "replayed routing": Use(replays=True),
+    "replayed routing, checkpointing": Use(replays=True, checkpointing=True),
     "soft labels": Use(soft_labels=True, many_chunks=True),
     "fp32 logits": Use(logits_dtype=torch.float32),
     "fp32 operands": Use(logits_dtype="fp32_operands"),
@@ -288,8 +292,8 @@ class Cell:
         """The models' own norms and softmax round to fp32 inside, alike in both; DeepSpeed keeps fp32 masters."""
         if self.engine == "transformers":
             return 1e-6 if self.dtype == torch.float64 else 1e-4
-        if self.engine == "zero" and self.used.has_support:
-            return 3e-5  # In the second step, after an update by these gradients in fp32.
+        if self.engine == "zero" and (self.used.has_support or self.used.replays):
+            return 3e-5  # In fp32; a support's in the second step, after an update by these gradients.
         return 1e-5 if self.engine == "zero" or self.built.single else 1e-6
 
     @property
@@ -566,10 +570,12 @@ def _cells() -> list[Cell]:
             # DeepSpeed gathers these families' layers of experts as one, for a single forward before each backward.
             is_one = cell.layout.get("stage") == 3
             cells += [replace(usual, use=use) for use in ("checkpointing", *(() if is_one else ("two forwards",)))]
+            cells += [replace(usual, use=use) for use in ("replayed routing", "replayed routing, checkpointing")]
             cells += [replace(usual, accumulation=2)] if cell.engine not in ("zero", "none") else []
+        cells.append(replace(cell, model="experts with biases", use="replayed routing"))
     for cell in (replace(cell, model="experts") for cell in EXPERT_PARALLEL):
         cells += [cell, replace(cell, model="experts with biases")]
-        cells += [replace(cell, use=use) for use in ("checkpointing", "two forwards")]
+        cells += [replace(cell, use=use) for use in ("checkpointing", "two forwards", "replayed routing")]
         cells += [replace(cell, data="packed"), replace(cell, data="empty rank")]
     families = ("qwen2", "gemma2", "tied qwen2", "tied gemma2")
     cells += [replace(c, model=m) for c in (ONE, DDP, _fsdp2(), _fsdp2(rows=True), Cell(engine="tp")) for m in families]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -33,6 +33,7 @@ from models import (
 )
 from mtp_models import true_mtp_losses
 from predicting import true_losses
+from routes import by_hand, routes_for
 from torch import Tensor, nn
 
 import liger_dist
@@ -215,7 +216,12 @@ def run_micro_batches(session: Session, batches: list[list[dict[str, Tensor]]]) 
             extra |= policy_arguments(batch, has_support=cell.used.has_support)
         if cell.used.soft_labels:
             extra |= soft_arguments(batch)
-        output = session.forward(batch, outside=cell.used.outside, **extra)
+        # The backward, with what it recomputes, comes after the context.
+        routing: AbstractContextManager[Any] = nullcontext()
+        if cell.used.replays:
+            routing = liger_dist.replay_routing(session.root, routes_for(batch, session.inner))
+        with routing:
+            output = session.forward(batch, outside=cell.used.outside, **extra)
         assert not (cell.fused and hasattr(output, "logits"))
         assert output.loss.dtype in (torch.float32, torch.float64)
         loss: Tensor = output.loss
@@ -252,7 +258,8 @@ def true_step(reference: nn.Module, cell: Cell, batches: list[list[dict[str, Ten
     for rank_batches in batches:
         reports.append([])
         for micro, batch in enumerate(rank_batches):
-            total, count = true_sum(reference, batch)
+            with by_hand(reference, routes_for(batch, reference)) if cell.used.replays else nullcontext():
+                total, count = true_sum(reference, batch)
             if cell.given.passes_items:
                 loss, factor = total * world / count_valid(batches), 1
             elif cell.given.global_mean:
