@@ -443,7 +443,7 @@ def _routers_of(model: nn.Module) -> dict[str, nn.Module]:
     found: dict[str, nn.Module] = {}
     for experts in (module for module in names if module in parents and _has_experts(module)):
         routers = _beside(experts, parents)
-        if not routers and not _is_of_transformers(experts):
+        if not _is_of_transformers(experts) and not (routers and _is_in_a_layer(experts, parents)):
             continue  # Other parameters of three dimensions.
         if len(routers) != 1:
             raise LigerDistError(
@@ -457,6 +457,12 @@ def _routers_of(model: nn.Module) -> dict[str, nn.Module]:
             "record_routing and replay_routing."
         )
     return found
+
+
+def _is_in_a_layer(module: nn.Module, parents: dict[nn.Module, nn.Module]) -> bool:
+    while module in parents and not isinstance(module, nn.ModuleList):
+        module = parents[module]
+    return isinstance(module, nn.ModuleList)
 
 
 def _beside(experts: nn.Module, parents: dict[nn.Module, nn.Module]) -> list[nn.Module]:

@@ -47,7 +47,8 @@ def make_training():
     torch.manual_seed(0)
     # FSDP2 has weights and states of the optimizer in fp32, and computes in 16 bits.
     weights = torch.float32 if STRATEGY == "fsdp2" else dtype
-    model = LlamaForCausalLM(config).to("cuda", weights)
+    with torch.device("cuda"):
+        model = LlamaForCausalLM(config).to(weights)
     if HAS_LORA:
         from peft import LoraConfig, get_peft_model
 
