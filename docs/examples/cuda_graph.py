@@ -2,7 +2,7 @@
 
 python docs/examples/cuda_graph.py; with arguments it times a larger model, under torchrun also a sharded one:
 
-torchrun --nproc_per_node 2 docs/examples/cuda_graph.py fsdp2 SIZE LAYERS SEQUENCES TOKENS
+torchrun --nproc-per-node 2 docs/examples/cuda_graph.py fsdp2 SIZE LAYERS SEQUENCES TOKENS
 
 A strategy that ends in ``+lora`` trains LoRA layers of PEFT: none+lora.
 """

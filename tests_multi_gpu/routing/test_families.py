@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +26,16 @@ REFUSED = {
 QUICK = ("afmoe", "deepseek_v2", "deepseek_v4", "gemma4_text", "granitemoe", "lfm2_moe", "llama4_text", "zaya")
 
 
-@cache
-def mixtures() -> tuple[Family, ...]:
-    """Families whose modeling file names routers or experts, and that can be built."""
-    return tuple(family for family in families() if family.mapping != "seq2seq" and _has_experts(family))
-
-
-def _has_experts(family: Family) -> bool:
+def built(family: Family) -> Any:
+    """A model whose own forward runs, and its batch; None for others, of which the page of families has the reason."""
     try:
-        model = build(family)
-    except Exception:  # noqa: BLE001 - whatever its own code raises; the page of families has the reason
-        return False
-    return any(re.search("expert|router|moe", name, re.IGNORECASE) for name, _ in model.named_modules())
+        model: Any = build(family)
+        batch = batch_for(family, model)
+        with torch.no_grad():
+            model(**batch)
+    except Exception:
+        return None
+    return model, batch
 
 
 def cases() -> Iterator[Any]:
@@ -53,26 +51,31 @@ def integers_of(arguments: tuple[Any, ...]) -> list[Tensor]:
 
 @pytest.mark.parametrize("family", cases())
 def test_experts_get_what_was_recorded(family: Family) -> None:
-    if not _has_experts(family):
-        pytest.skip("it has no experts, or cannot be built")
-    model: Any = build(family)
-    batch = batch_for(family, model)
-    try:
-        with torch.no_grad():
-            model(**batch)
-    except Exception as error:  # noqa: BLE001 - as above
-        pytest.skip(f"its own forward raises {type(error).__name__}")
+    found = built(family)
+    if found is None:
+        pytest.skip("it cannot be built or called")
+    model, batch = found
     model = liger_dist.wrap(model)
-    try:
+
+    def record() -> liger_dist.Routes:
         with torch.no_grad(), liger_dist.record_routing(model) as routes:
             model(**batch)
-    except liger_dist.LigerDistError as refusal:
-        if "has no experts whose routing" in str(refusal):
-            pytest.skip("it has no experts")
-        assert family.name in REFUSED, refusal
-        assert REFUSED[family.name] in str(refusal)
+        return routes
+
+    if family.name in REFUSED:
+        with pytest.raises(liger_dist.LigerDistError, match=REFUSED[family.name]):
+            record()
         return
-    assert family.name not in REFUSED
+    if not any(re.search("expert|router|moe", name, re.IGNORECASE) for name, _ in model.named_modules()):
+        with pytest.raises(liger_dist.LigerDistError, match="has no experts whose routing"):
+            record()
+        return
+    try:
+        routes = record()
+    except liger_dist.LigerDistError as error:
+        if "has no experts whose routing" not in str(error):
+            raise
+        pytest.skip("it has no experts")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if re.search("gate|router", name):
