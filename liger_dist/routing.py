@@ -432,8 +432,24 @@ def _same(one: Any, other: Any) -> bool:
     return all(torch.equal(a, b) for a, b in pairs if isinstance(a, Tensor))
 
 
+_FOUND: weakref.WeakKeyDictionary[nn.Module, tuple[list[Any], dict[str, Any]]] = weakref.WeakKeyDictionary()
+"""modules that a model had, and its routers by name; weak references"""
+
+
 def _routers_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Finds the modules that choose experts, by name, in the order of their layers.
+    """Returns the modules that choose experts, by name, in the order of their layers; finds them again where a module
+    of the model is another one than before."""
+    modules = list(model.modules())
+    seen, found = _FOUND.get(model, ([], {}))
+    if len(seen) != len(modules) or any(ref() is not module for ref, module in zip(seen, modules, strict=True)):
+        routers = _find_routers(model)
+        found = {name: weakref.ref(router) for name, router in routers.items()}
+        _FOUND[model] = [weakref.ref(module) for module in modules], found
+    return {name: router() for name, router in found.items()}
+
+
+def _find_routers(model: nn.Module) -> dict[str, nn.Module]:
+    """Finds the modules that choose experts.
 
     Raises:
         LigerDistError: there are none, or a module of experts has no router beside it.

@@ -343,6 +343,17 @@ def test_routers_that_are_not_understood_are_named(kind: Any) -> None:
         model(**make_batch(0), use_cache=False)
 
 
+def test_a_layer_that_was_exchanged_is_found() -> None:
+    model = liger_dist.wrap(model_of("qwen3_moe", torch.float32))
+    batch = make_batch(0)
+    routes = routes_for(batch, model)
+    with torch.no_grad(), liger_dist.replay_routing(model, routes):
+        before = model(**batch, use_cache=False).loss
+    model.model.layers[1].mlp.gate = copy.deepcopy(model.model.layers[1].mlp.gate)
+    with torch.no_grad(), liger_dist.replay_routing(model, routes):
+        assert float(model(**batch, use_cache=False).loss) == float(before)
+
+
 def test_a_router_that_was_changed_is_tried_again() -> None:
     model = liger_dist.wrap(model_of("deepseek_v2", torch.float32))
     batch = make_batch(0)
