@@ -399,6 +399,16 @@ def test_the_messages_of_the_troubleshooting_page_exist() -> None:
             assert fragment in joined, message
 
 
+def test_the_page_names_every_attribute_that_is_set_on_a_model() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    table = page[page.index("## Attributes that wrap sets on a model") :]
+    sources = "".join(path.read_text() for path in (ROOT / "liger_dist").rglob("*.py"))
+    names = set(re.findall(r"\b_liger_dist_[a-z0-9_]+\b", sources))
+    assert len(names) > 20
+    assert not names - set(re.findall(r"`(_liger_dist_[a-z0-9_]+)`", table))
+    assert not set(re.findall(r"`(_liger_dist_[a-z0-9_]+)`", table)) - names
+
+
 def test_every_row_of_the_table_of_policy_trainers_has_tests() -> None:
     rows = re.findall(r"^\| .* \|$", (DOCS / "rl.md").read_text().split("## Trainers")[1].split("## ")[0], re.MULTILINE)
     assert len(rows) > 8
