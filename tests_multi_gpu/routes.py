@@ -25,7 +25,7 @@ def routes_for(batch: dict[str, Tensor], model: nn.Module, *, unknown: bool = Tr
     tokens, routers = batch["input_ids"].cpu(), routers_of(model)
     generator = torch.Generator().manual_seed(int(tokens.sum()) % 983)
     shape = (len(routers), *tokens.shape, routers[0].num_experts)
-    routes = torch.rand(shape, generator=generator).argsort(-1)[..., : routers[0].top_k]
+    routes = torch.rand(shape, generator=generator, device="cpu").argsort(-1)[..., : routers[0].top_k]
     if unknown:
         routes[:, :, -1] = -1
     return routes.flatten(1, 2)
