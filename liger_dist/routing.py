@@ -34,13 +34,19 @@ from liger_dist.errors import LigerDistError
 from liger_dist.losses.collectives import require
 from liger_dist.model.documents import shape_of
 from liger_dist.model.structure import full_shape
-from liger_dist.model.torch_modes import checkpoint_frame, in_backward
+from liger_dist.model.torch_modes import checkpoint_frames, in_backward, uncompiled, without_dispatch_modes
 
 _TOKENS = 32
-"""of a trial"""
+"""of a trial, whatever the number of a call: fewer might all have experts of groups that their router allows"""
+_SMALL = 1 / 32
+"""values of a trial, so that the softmax of large weights has no zeros, also in fp16"""
 _BY_TOKENS = -1
-_WRAPPERS = re.compile(r"\b(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod|base_model\.model)\.")
-"""of names of modules: those of FSDP1, checkpointing, compiling and PEFT"""
+_WRAPPERS = re.compile(
+    r"^((module|_fsdp_wrapped_module|_orig_mod)\.)+"
+    r"|\b(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod|base_model\.model|original_module"
+    r"|modules_to_save\.\w+)\."
+)
+"""of names of modules: those of DDP, engines, FSDP1, checkpointing, compiling and PEFT"""
 
 
 @dataclass
@@ -81,7 +87,8 @@ def record_routing(model: nn.Module) -> Iterator[Routes]:
 def replay_routing(model: nn.Module, routes: Routes | Tensor) -> Iterator[None]:
     """Lets the routers of ``model`` take given experts; their scores, and the gradients of these, are the model's own.
 
-    A backward after the context recomputes checkpointed layers with the same experts. Compiled layers run their own
+    Each forward within the context takes the same routes: use one context for each micro-batch. A backward after the
+    context recomputes checkpointed layers with the same experts. Compiled layers run their own
     code within it, uncompiled. A load-balancing loss remains that of the router's own scores.
 
     Args:
@@ -100,7 +107,7 @@ def replay_routing(model: nn.Module, routes: Routes | Tensor) -> Iterator[None]:
     if unused:
         raise LigerDistError(
             f"routes of {len(unused)} of {len(running.chosen)} routers, {unused[0]} the first, were not used in "
-            "replay_routing; call the model within it, or leave these routers out of the routes."
+            "replay_routing; call the model, with all layers, within it."
         )
 
 
@@ -111,7 +118,11 @@ class _Pass:
         self.model, self.routes = model, routes
         self.routers = _routers_of(model)
         self.calls: Counter[str] = Counter()
-        self.chosen: dict[str, Tensor] = {} if given is None else _by_router(model, list(self.routers), given)
+        self.forwards = 0
+        """of the model; 0 if modules inside are called instead"""
+        self.chosen: dict[str, Tensor] = (
+            {} if given is None else _by_router(model, list(dict.fromkeys(self.routers.values())), given)
+        )
 
     @contextmanager
     def running(self) -> Iterator[_Pass]:
@@ -119,16 +130,19 @@ class _Pass:
         afterwards: a backward may recompute layers of an earlier micro-batch."""
         with ExitStack() as stack:
             # The forward of a compiled layer would not see that a router has another one.
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-            if self.chosen and not in_backward():
-                hook = self.model.register_forward_pre_hook(self._check_tokens, with_kwargs=True, prepend=True)
+            stack.enter_context(uncompiled())
+            if not in_backward():
+                hook = self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True, prepend=True)
                 stack.callback(hook.remove)
-            for name, router in self.routers.items():
+            for router, name in self.routers.items():
                 stack.enter_context(_exchanged(router, _Choice(self, name, router)))
             yield self
 
-    def _check_tokens(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before anything is computed, or unsharded."""
+    def _before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Checks the number of tokens, before anything is computed or unsharded."""
+        if in_backward():
+            return  # A checkpoint of the whole model, of another pass.
+        self.forwards += 1
         shape = shape_of(dict(zip(signature(model.forward).parameters, args, strict=False)) | kwargs)
         for name, experts in self.chosen.items():
             if shape is not None and shape[0] * shape[1] != len(experts) and not _is_of_images(name):
@@ -148,24 +162,35 @@ class _Choice:
     def __init__(self, of_pass: _Pass, name: str, router: nn.Module) -> None:
         self.of_pass, self.name, self.router = of_pass, name, router
 
+    def __reduce__(self) -> Any:
+        raise LigerDistError(
+            "the model was copied or pickled within record_routing or replay_routing, whose routes the copy would "
+            "keep; copy it before or afterwards."
+        )
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         running, forward = self.of_pass, _forward_of(self.router)
         explained = _explain(self.name, self.router, forward, args, kwargs)
         given = running.chosen.get(self.name)
         is_recomputed = in_backward()
-        if not is_recomputed:
-            _replay_when_recomputed(running)
+        # Also in a recomputation: of a checkpoint within another one.
+        _replay_when_recomputed(running)
         with _LastTopK(explained, given, self.name) as chosen:
             output = forward(*args, **kwargs)
         experts = _numbers_in(output) if explained.last == _BY_TOKENS else chosen.experts
         if experts is None or chosen.count != explained.last + 1:
             raise LigerDistError(
                 f"the router {self.name} has chosen experts {chosen.count} times in a call, and {explained.last + 1} "
-                "times when it was tried; its settings may have changed since. Set them before its first call."
+                "times when it was tried, in evaluation. Train this model without routing replay."
             )
         if is_recomputed:
             return output
         running.calls[self.name] += 1
+        if running.forwards and running.calls[self.name] > running.forwards:
+            raise LigerDistError(
+                f"the router {self.name} was called twice in a forward: layers share it, or run several times. "
+                "Train this model without routing replay."
+            )
         if running.routes is not None:
             if self.name in running.routes.experts:
                 raise LigerDistError(
@@ -181,8 +206,8 @@ class _Choice:
 class _Explained:
     """How a router chooses its experts."""
 
-    function: Any
-    """its forward when it was tried"""
+    code: tuple[Any, list[Any]]
+    """forward and settings of the router when it was tried"""
     last: int
     """number of the ``topk`` that chooses them; :data:`_BY_TOKENS` for a table of tokens, which no replay changes"""
     groups: int | None
@@ -260,16 +285,16 @@ def _explain(
     Raises:
         LigerDistError: it does not return the experts that it is given with their scores.
     """
-    function = type(router).forward
+    code = type(router).forward, _settings_of(router)
     known = _EXPLAINED.get(router)
-    if known is not None and known.function is function:
+    if known is not None and known.code == code:
         return known
     states = {key: value.clone() for key, value in router.named_buffers()}
     modes = [(module, module.training) for module in router.modules()]
     try:
         router.eval()
-        with torch.no_grad(), _without_adapters(router):
-            found = _Trial(forward, function, *_made_up(args, kwargs)).explanation()
+        with torch.no_grad(), without_dispatch_modes(), _without_adapters(router):
+            found = _Trial(forward, code, *_made_up(args, kwargs)).explanation()
     finally:
         for module, training in modes:
             module.training = training
@@ -283,6 +308,18 @@ def _explain(
         )
     _EXPLAINED[router] = found
     return found
+
+
+def _settings_of(router: nn.Module) -> list[Any]:
+    """Returns numbers, strings and flags of a router and its config, which its forward may read."""
+    held = (vars(module) for module in router.modules())
+    holders = (holder for one in held for holder in (one, getattr(one.get("config"), "__dict__", {})))
+    return [
+        (name, value)
+        for holder in holders
+        for name, value in holder.items()
+        if isinstance(value, bool | int | float | str) and name != "training" and not name.startswith(("_", "ds_"))
+    ]
 
 
 @contextmanager
@@ -307,13 +344,17 @@ def _made_up(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, 
     """Returns arguments of a few tokens with other values, where the tokens of a call stand in front."""
     generator = torch.Generator().manual_seed(0)
     first = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-    tokens, count = first.shape[:-1], min(_TOKENS, first.shape[:-1].numel())
-    in_rows = (1, count) if len(tokens) == 2 else (count,)
+    tokens = first.shape[:-1]
+    in_rows = (1, _TOKENS) if len(tokens) == 2 else (_TOKENS,)
 
     def made_up(value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.shape[:-1] != tokens or not value.is_floating_point():
-            return value
-        return torch.randn(*in_rows, value.shape[-1], generator=generator).to(value.device, value.dtype)
+        if isinstance(value, Tensor) and value.shape[:-1] == tokens and value.is_floating_point():
+            values = torch.randn(*in_rows, value.shape[-1], generator=generator, device="cpu") * _SMALL
+            return values.to(value.device, value.dtype)
+        if isinstance(value, Tensor) and value.numel() == tokens.numel() and not value.is_floating_point():
+            # Ids of the tokens.
+            return torch.cat([value.flatten()[:_TOKENS], value.new_zeros(_TOKENS)])[:_TOKENS].view(in_rows)
+        return value
 
     return tuple(map(made_up, args)), {key: made_up(value) for key, value in kwargs.items()}
 
@@ -321,8 +362,8 @@ def _made_up(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, 
 class _Trial:
     """Calls of a router with experts that it would not choose."""
 
-    def __init__(self, forward: Callable[..., Any], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]):
-        self.forward, self.function, self.args, self.kwargs = forward, function, args, kwargs
+    def __init__(self, forward: Callable[..., Any], code: Any, args: tuple[Any, ...], kwargs: dict[str, Any]):
+        self.forward, self.code, self.args, self.kwargs = forward, code, args, kwargs
 
     def explanation(self) -> _Explained | str:
         """Returns how the router chooses, or a clause that says why it is not understood."""
@@ -333,17 +374,17 @@ class _Trial:
             turned = tuple(-value if _is_floating(value) else value for value in self.args)
             numbers, again = _numbers_in(own), _numbers_in(self.forward(*turned, **self.kwargs))
             if numbers is not None and again is not None and torch.equal(numbers, again):
-                return _Explained(self.function, _BY_TOKENS, None)
+                return _Explained(self.code, _BY_TOKENS, None)
             return "it does not choose them by torch.topk"
         scores, experts = looking.found[-1]
         if _scores_in(own, experts) is None:
             return "it does not return the result of its last topk with a score of each expert"
         generator = torch.Generator().manual_seed(1)
-        order = torch.rand(scores.shape, generator=generator).argsort(-1)[..., : experts.shape[-1]]
+        order = torch.rand(scores.shape, generator=generator, device="cpu").argsort(-1)[..., : experts.shape[-1]]
         others = order.to(experts.device).view(-1, experts.shape[-1])
         last, objections = len(looking.found) - 1, []
         for groups in (None, *reversed(range(last))):
-            explained = _Explained(self.function, last, groups)
+            explained = _Explained(self.code, last, groups)
             objections.append(self._objection(explained, own, experts, others))
             if not objections[-1]:
                 return explained
@@ -432,23 +473,22 @@ def _same(one: Any, other: Any) -> bool:
     return all(torch.equal(a, b) for a, b in pairs if isinstance(a, Tensor))
 
 
-_FOUND: weakref.WeakKeyDictionary[nn.Module, tuple[list[Any], dict[str, Any]]] = weakref.WeakKeyDictionary()
-"""modules that a model had, and its routers by name; weak references"""
+_FOUND: weakref.WeakKeyDictionary[nn.Module, tuple[list[Any], list[tuple[Any, str]]]] = weakref.WeakKeyDictionary()
+"""modules that a model had, and its routers with their names; weak references"""
 
 
-def _routers_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Returns the modules that choose experts, by name, in the order of their layers; finds them again where a module
-    of the model is another one than before."""
+def _routers_of(model: nn.Module) -> dict[nn.Module, str]:
+    """Returns the modules that choose experts and their names, in the order of their layers; finds them again where a
+    module of the model is another one than before. PEFT keeps two of one name."""
     modules = list(model.modules())
-    seen, found = _FOUND.get(model, ([], {}))
+    seen, found = _FOUND.get(model, ([], []))
     if len(seen) != len(modules) or any(ref() is not module for ref, module in zip(seen, modules, strict=True)):
-        routers = _find_routers(model)
-        found = {name: weakref.ref(router) for name, router in routers.items()}
+        found = [(weakref.ref(router), name) for router, name in _find_routers(model).items()]
         _FOUND[model] = [weakref.ref(module) for module in modules], found
-    return {name: router() for name, router in found.items()}
+    return {router(): name for router, name in found}
 
 
-def _find_routers(model: nn.Module) -> dict[str, nn.Module]:
+def _find_routers(model: nn.Module) -> dict[nn.Module, str]:
     """Finds the modules that choose experts.
 
     Raises:
@@ -456,17 +496,18 @@ def _find_routers(model: nn.Module) -> dict[str, nn.Module]:
     """
     parents = {child: parent for parent in model.modules() for child in parent.children()}
     names = {module: _WRAPPERS.sub("", f"{name}.").removesuffix(".") for name, module in model.named_modules()}
-    found: dict[str, nn.Module] = {}
+    found: dict[nn.Module, str] = {}
     for experts in (module for module in names if module in parents and _has_experts(module)):
         routers = _beside(experts, parents)
         if not _is_of_transformers(experts) and not (routers and _is_in_a_layer(experts, parents)):
             continue  # Other parameters of three dimensions.
-        if len(routers) != 1:
+        if len({names[router] for router in routers}) != 1:
+            found_as = f"{len(routers)} modules" if routers else "no module"
             raise LigerDistError(
-                f"{len(routers)} modules beside the experts {names[experts]} choose experts by torch.topk; expected "
-                "one. Train this model without routing replay."
+                f"{found_as} beside the experts {names[experts]} calls torch.topk; expected one router. Train this "
+                "model without routing replay."
             )
-        found[names[routers[0]]] = routers[0]
+        found.update((router, names[router]) for router in routers)
     if not found:
         raise LigerDistError(
             f"{type(model).__name__} has no experts whose routing could be recorded or replayed; call it without "
@@ -534,7 +575,12 @@ def _by_router(model: nn.Module, names: Sequence[str], given: Routes | Tensor) -
                 f"routes of {len(given.layers)} routers for {len(names)} of {type(model).__name__}; {missing[0]} is "
                 "only in one of them. Record and replay the same model."
             )
-        return dict(given.experts)
+        for name, experts in given.experts.items():
+            if experts.dim() != 2 or experts.is_floating_point():
+                raise LigerDistError(
+                    f"routes for {name} are {experts.dtype} {list(experts.shape)}; expected integers [tokens, experts]."
+                )
+        return {name: experts.long() for name, experts in given.experts.items()}
     chosen = _by_layer(model, names, given)
     for experts in chosen.values():
         _check_experts(experts)
@@ -545,13 +591,19 @@ def _by_layer(model: nn.Module, names: Sequence[str], given: Tensor) -> dict[str
     if not isinstance(given, Tensor) or given.dim() != 3 or given.is_floating_point() or given.dtype == torch.bool:
         what = f"{given.dtype} {list(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
         raise LigerDistError(f"routes are {what}; expected integers [layers, tokens, experts of a token], or Routes.")
-    if len(given) == len(names):
-        return dict(zip(names, given.long(), strict=True))
     # Those of the decoder; a vision tower and further heads have other tokens, or are not in an engine's answer.
     numbered = [(name, re.match(r"(.*?)\.(\d+)\.", name)) for name in names]
     prefix, _ = Counter(match[1] for _, match in numbered if match).most_common(1)[0]
     of_decoder = {name: int(match[2]) for name, match in numbered if match and match[1] == prefix}
     layers = len(model.get_submodule(_path_of(model, prefix)))  # type: ignore[arg-type]
+    if len(given) == len(names):
+        if len(given) == layers and len(of_decoder) < layers:
+            raise LigerDistError(
+                f"routes of {layers} layers may be those of all decoder layers of {type(model).__name__}, of which "
+                f"{len(of_decoder)} have a router, or of its {len(names)} routers, of which some are no decoder "
+                f"layer's; pass those of the {len(of_decoder)} decoder layers with a router."
+            )
+        return dict(zip(names, given.long(), strict=True))
     if len(given) == len(of_decoder):
         return dict(zip(of_decoder, given.long(), strict=True))
     if len(given) != layers:
@@ -622,13 +674,19 @@ class _Recomputed:
             return self.function(*args, **kwargs)
 
 
+def _recomputed(running: _Pass, function: Callable[..., Any]) -> Callable[..., Any]:
+    inside: Any = function
+    while isinstance(inside, _Recomputed):
+        if inside.of_pass is running:
+            return function
+        inside = inside.function
+    return _Recomputed(running, function)
+
+
 def _replay_when_recomputed(running: _Pass) -> None:
-    """Lets the activation checkpoint around a router's call recompute it in the same pass."""
-    frame = checkpoint_frame()
-    if frame is not None:
-        if not isinstance(frame.recompute_fn, _Recomputed):
-            frame.recompute_fn = _Recomputed(running, frame.recompute_fn)
-        return
+    """Lets the activation checkpoints around a router's call recompute it in the same pass."""
+    for frame in checkpoint_frames():
+        frame.recompute_fn = _recomputed(running, frame.recompute_fn)
     if torch.is_grad_enabled():
         return
     # A reentrant checkpoint runs without gradients, and keeps the function in the context of its autograd function.
@@ -637,7 +695,5 @@ def _replay_when_recomputed(running: _Pass) -> None:
         context: Any = caller.f_locals.get("ctx") if caller.f_code.co_name == "forward" else None
         function = getattr(context, "run_function", None)
         if function is not None:
-            if not isinstance(function, _Recomputed):
-                context.run_function = _Recomputed(running, function)
-            return
+            context.run_function = _recomputed(running, function)
         caller = caller.f_back

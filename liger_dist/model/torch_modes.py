@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from threading import Lock
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.autograd.forward_ad as fwAD
 import torch.utils.checkpoint
+from torch.utils._python_dispatch import _disable_current_modes
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -58,12 +61,58 @@ def _checkpoint_hook() -> Any:
 def checkpoint_frame() -> Any:
     """Returns torch's record of the checkpoint (``use_reentrant=False``) whose first forward runs; its
     ``recompute_fn`` is called in the backward. None outside, and in the recomputation."""
-    hook = _checkpoint_hook()
-    if hook is None or hook.__closure__ is None:
+    return _frame_of(_checkpoint_hook())
+
+
+def checkpoint_frames() -> list[Any]:
+    """Returns the records of all checkpoints around the caller, also below other hooks of saved tensors."""
+    autograd: Any = torch._C._autograd
+    if torch.compiler.is_compiling() or not hasattr(autograd, "_top_saved_tensors_default_hooks"):
+        return []
+    hooks: list[tuple[Any, Any]] = []
+    try:
+        while (hook := autograd._top_saved_tensors_default_hooks(False)) is not None:
+            autograd._pop_saved_tensors_default_hooks()
+            hooks.append(hook)
+    finally:
+        for pack, unpack in reversed(hooks):
+            autograd._push_saved_tensors_default_hooks(pack, unpack)
+    return [frame for pack, _ in hooks if (frame := _frame_of(pack)) is not None]
+
+
+def _frame_of(hook: Any) -> Any:
+    if getattr(hook, "__module__", None) != torch.utils.checkpoint.__name__ or hook.__closure__ is None:
         return None
     closed = dict(zip(hook.__code__.co_freevars, hook.__closure__, strict=True))
     frame = closed["frame"].cell_contents if "frame" in closed else None
     return frame if hasattr(frame, "recompute_fn") else None
+
+
+@contextmanager
+def without_dispatch_modes() -> Iterator[None]:
+    """Within, dispatch modes see nothing, as that of selective checkpointing, which saves results by their order."""
+    with _disable_current_modes():
+        yield
+
+
+_EAGER_LOCK = Lock()
+_EAGER: list[ExitStack] = []
+"""one for each running :func:`uncompiled`; the first one has set the stance"""
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Within, compiled functions run in Python, in all threads; until the last of several contexts ends."""
+    with _EAGER_LOCK, ExitStack() as stack:
+        if not _EAGER:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        _EAGER.append(stack.pop_all())
+    try:
+        yield
+    finally:
+        with _EAGER_LOCK:
+            last = _EAGER.pop()
+            last.close()
 
 
 def in_backward() -> bool:

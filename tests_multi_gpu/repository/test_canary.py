@@ -88,6 +88,18 @@ NAMES: dict[tuple[str, str], str] = {
     ): "recompute.py saves outputs of norms and activations instead of recomputing them; tracing.py does not see "
     "checkpoints, in which a second loss before a backward then fails",
     (
+        "torch._C._autograd",
+        "_pop_saved_tensors_default_hooks",
+    ): "torch_modes.py does not find checkpoints around others: they recompute layers without routing replay",
+    (
+        "torch._C._autograd",
+        "_push_saved_tensors_default_hooks",
+    ): "torch_modes.py does not find checkpoints around others: they recompute layers without routing replay",
+    (
+        "torch.utils._python_dispatch",
+        "_disable_current_modes",
+    ): "selective checkpoints save what a trial of a router computes, and take it for what its call has computed",
+    (
         "torch.utils.checkpoint",
         "_CheckpointFrame",
     ): "torch_modes.py does not find the checkpoint that calls lm_head: recomputed, it makes full logits",

@@ -19,7 +19,7 @@ import liger_dist
 PAGE = Path(__file__).parents[2] / "docs" / "routing_replay.md"
 REFUSED = {
     "jetmoe": "it does not return the result of its last topk with a score of each expert",
-    "phimoe": "0 modules beside the experts",
+    "phimoe": "no module beside the experts",
     "zaya": "it does not return the experts that it is given",
 }
 """families by name, and words of the sentence"""

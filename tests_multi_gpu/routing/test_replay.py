@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -13,6 +15,7 @@ import torch
 from models import VOCAB_SIZE, documents_of, make_batch, relative_errors, true_loss_sum
 from routes import by_hand, routers_of, routes_for
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import liger_dist
 from liger_dist.sharding.process_groups import compute_device
@@ -121,15 +124,15 @@ CHECKPOINTS: dict[str, bool | None] = {"no checkpoint": None, "reentrant": True,
 
 
 @pytest.mark.parametrize("where", ["within", "afterwards", "in the next one"])
-@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+@pytest.mark.parametrize("of_layers", CHECKPOINTS)
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
-def test_recomputed_layers_take_the_same_experts(family: str, checkpoint: str, where: str) -> None:
+def test_recomputed_layers_take_the_same_experts(family: str, of_layers: str, where: str) -> None:
     """Two micro-batches; the backward runs within its context, after all, or within that of the next micro-batch."""
     reference = model_of(family)
     model = liger_dist.wrap(copy.deepcopy(reference).float())
     model.train()
-    if CHECKPOINTS[checkpoint] is not None:
-        model.gradient_checkpointing_enable({"use_reentrant": CHECKPOINTS[checkpoint]})
+    if CHECKPOINTS[of_layers] is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": CHECKPOINTS[of_layers]})
     batches = [make_batch(0), make_batch(1)]
     routes = [routes_for(batch, reference) for batch in batches]
     truth, losses = 0.0, []
@@ -343,6 +346,18 @@ def test_routers_that_are_not_understood_are_named(kind: Any) -> None:
         model(**make_batch(0), use_cache=False)
 
 
+def test_layers_that_share_a_router_are_refused() -> None:
+    model = liger_dist.wrap(model_of("qwen3_moe", torch.float32))
+    batch = make_batch(0)
+    model.model.layers[1].mlp.gate = model.model.layers[0].mlp.gate
+    routes = routes_for(batch, model)
+    with (
+        pytest.raises(liger_dist.LigerDistError, match="was called twice in a forward"),
+        liger_dist.replay_routing(model, routes),
+    ):
+        model(**batch, use_cache=False)
+
+
 def test_a_layer_that_was_exchanged_is_found() -> None:
     model = liger_dist.wrap(model_of("qwen3_moe", torch.float32))
     batch = make_batch(0)
@@ -354,16 +369,252 @@ def test_a_layer_that_was_exchanged_is_found() -> None:
         assert float(model(**batch, use_cache=False).loss) == float(before)
 
 
-def test_a_router_that_was_changed_is_tried_again() -> None:
-    model = liger_dist.wrap(model_of("deepseek_v2", torch.float32))
-    batch = make_batch(0)
-    with torch.no_grad(), liger_dist.record_routing(model) as routes:
-        model(**batch, use_cache=False)
-    for router in routers_of(model):
-        router.topk_method = "greedy"
+class NoisyRouter(OrderedRouter):
+    """Chooses twice in training."""
+
+    def forward(self, hidden: Tensor) -> Any:
+        logits = hidden.reshape(-1, hidden.shape[-1]) @ self.weight.T
+        scores, experts = logits.topk(self.top_k)
+        if self.training:
+            scores, experts = (logits + torch.rand_like(logits)).topk(self.top_k)
+        return logits, scores.softmax(-1), experts
+
+
+def test_router_with_other_code_in_training_is_refused() -> None:
+    model = model_of("qwen3_moe", torch.float32)
+    model.model.layers[1].mlp.gate = NoisyRouter(model.model.layers[1].mlp.gate)
     with (
-        torch.no_grad(),
-        pytest.raises(liger_dist.LigerDistError, match="its settings may have changed"),
+        pytest.raises(liger_dist.LigerDistError, match="2 times in a call, and 1 times when it was tried"),
+        liger_dist.record_routing(model.train()),
+    ):
+        model(**make_batch(0), use_cache=False)
+
+
+def replayed(model: Any, reference: Any, batch: dict[str, Tensor], **options: Any) -> None:
+    """Compares a replay with routers that take the same experts by hand."""
+    routes = routes_for(batch, reference)
+    with by_hand(reference, routes):
+        total, count = true_loss_sum(reference, batch)
+    (truth := total / count).backward()
+    with liger_dist.replay_routing(model, routes):
+        loss = model(**batch, use_cache=False, **options).loss
+    loss.backward()
+    assert_exact(model, loss, reference, truth)
+
+
+def test_a_router_that_was_changed_is_tried_again() -> None:
+    """With one group there are none to allow."""
+    reference = model_of("deepseek_v2")
+    model = liger_dist.wrap(copy.deepcopy(reference).float())
+    for router in routers_of(model):
+        router.num_group = 1
+    with torch.no_grad(), liger_dist.record_routing(model):
+        model(**make_batch(0), use_cache=False)
+    for router in routers_of(model):
+        router.num_group = 4
+    replayed(model, reference, make_batch(0))
+
+
+def test_a_first_call_of_one_token_finds_the_groups() -> None:
+    reference = model_of("deepseek_v2")
+    for router in routers_of(reference):
+        router.topk_group = 3
+    model = liger_dist.wrap(copy.deepcopy(reference).float())
+    with torch.no_grad(), liger_dist.record_routing(model):
+        model(input_ids=make_batch(0)["input_ids"][:1, :1], use_cache=False)
+    replayed(model, reference, make_batch(0))
+
+
+def _saving(*operators: Any) -> Callable[[], Any]:
+    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+    def policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if operator in operators else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return functools.partial(create_selective_checkpoint_contexts, policy)
+
+
+@pytest.mark.parametrize("rows", [2, 3])
+def test_selective_checkpoint_saves_no_results_of_a_trial(rows: int) -> None:
+    """With two rows, those of a trial had the shape of the call's."""
+    reference = model_of("qwen3_moe")
+    model = liger_dist.wrap(copy.deepcopy(reference).float()).train()
+    aten = torch.ops.aten
+    saving = _saving(aten.mm.default, aten.addmm.default)
+    model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": saving})
+    replayed(model, reference, {name: value[:rows] for name, value in make_batch(0).items()})
+
+
+@pytest.mark.parametrize("inner", CHECKPOINTS)
+@pytest.mark.parametrize("outer", [True, False])
+def test_checkpoints_within_a_checkpoint(outer: bool, inner: str) -> None:
+    """The outer one is recomputed within the context of another number of tokens."""
+    reference = model_of("qwen3_moe")
+    model: Any = copy.deepcopy(reference).float().train()
+    if CHECKPOINTS[inner] is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": CHECKPOINTS[inner]})
+    batch, other = make_batch(0), {name: value[:1] for name, value in make_batch(1).items()}
+    routes, zero = routes_for(batch, reference), on_device.zeros(()).requires_grad_()
+    with by_hand(reference, routes):
+        total, count = true_loss_sum(reference, batch)
+    (truth := total / count).backward()
+    with liger_dist.replay_routing(model, routes):
+        loss = checkpoint(lambda more: model(**batch, use_cache=False).loss + more, zero, use_reentrant=outer)
+    with liger_dist.replay_routing(model, routes_for(other, reference)):
+        model(**other, use_cache=False)
+        loss.backward()
+    assert_exact(model, loss, reference, truth)
+
+
+@pytest.mark.parametrize("is_reentrant", [True, False])
+def test_two_models_in_one_checkpoint(is_reentrant: bool) -> None:
+    references = [model_of("qwen3_moe"), model_of("mixtral")]
+    models = [copy.deepcopy(reference).float() for reference in references]
+    batch, zero = make_batch(0), on_device.zeros(()).requires_grad_()
+    routes, truths = [routes_for(batch, reference) for reference in references], []
+    for reference, given in zip(references, routes, strict=True):
+        with by_hand(reference, given):
+            total, count = true_loss_sum(reference, batch)
+        truths.append(total / count)
+        truths[-1].backward()
+
+    def losses(more: Tensor) -> Any:
+        return tuple(model(**batch, use_cache=False).loss + more for model in models)
+
+    with liger_dist.replay_routing(models[0], routes[0]), liger_dist.replay_routing(models[1], routes[1]):
+        found = checkpoint(losses, zero, use_reentrant=is_reentrant)
+    sum(found).backward()
+    for model, loss, reference, truth in zip(models, found, references, truths, strict=True):
+        assert_exact(model, loss, reference, truth)
+
+
+def test_a_copy_within_a_context_is_refused() -> None:
+    model = liger_dist.wrap(model_of("qwen3_moe", torch.float32))
+    routes = routes_for(make_batch(0), model)
+    with liger_dist.record_routing(model), pytest.raises(liger_dist.LigerDistError, match="copied or pickled within"):
+        copy.deepcopy(model)
+    with (
+        pytest.raises(liger_dist.LigerDistError, match="copied or pickled within"),
         liger_dist.replay_routing(model, routes),
     ):
-        model(**batch, use_cache=False)
+        pickle.dumps(routers_of(model)[0])
+    assert float(copy.deepcopy(model)(**make_batch(0)).loss) == float(model(**make_batch(0)).loss)
+
+
+def test_contexts_that_end_in_another_order_compile_again_afterwards() -> None:
+    first, second = (liger_dist.record_routing(model_of("qwen3_moe", torch.float32)) for _ in range(2))
+    compiled: list[Any] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    double = torch.compile(lambda values: values * 2, backend=backend)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    double(torch.ones(2))
+    assert not compiled
+    second.__exit__(None, None, None)
+    double(torch.ones(2))
+    assert len(compiled) == 1
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_routers_that_peft_saves(enabled: bool) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    plain = model_of("qwen3_moe")
+    batch = make_batch(0)
+    routes = routes_for(batch, plain)
+    reference = get_peft_model(plain, LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["gate"]))
+    for router in routers_of(reference)[1::2]:
+        nn.init.normal_(router.weight, std=0.5)
+    model: Any = liger_dist.wrap(copy.deepcopy(reference).float())
+    with by_hand(reference, routes.repeat_interleave(2, 0)), nullcontext() if enabled else reference.disable_adapter():
+        total, count = true_loss_sum(reference, batch)
+    with liger_dist.replay_routing(model, routes), nullcontext() if enabled else model.disable_adapter():
+        loss = model(**batch, use_cache=False).loss
+    assert abs(float(loss) - float(total / count)) < 1e-5 * float(loss)
+
+
+class Engine(nn.Module):
+    """Keeps the model as DDP and DeepSpeed do."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.module = model
+
+    def forward(self, **inputs: Any) -> Any:
+        return self.module(**inputs)
+
+
+def test_names_of_routers_are_those_of_the_model_within_an_engine() -> None:
+    model = model_of("qwen3_moe", torch.float32)
+    with torch.no_grad(), liger_dist.record_routing(Engine(model)) as routes:
+        Engine(model)(**make_batch(0), use_cache=False)
+    assert routes.layers[0] == "model.layers.0.mlp.gate"
+    with liger_dist.replay_routing(model, routes):
+        model(**make_batch(0), use_cache=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_experts_whose_scores_underflow(dtype: torch.dtype) -> None:
+    model = model_of("qwen3_moe, not normalised", torch.float32)
+    for router in routers_of(model):
+        nn.init.normal_(router.weight, std=4.0 if dtype is torch.float16 else 20.0)
+    model = model.to(dtype)
+    routes = routes_for(make_batch(0), model)
+    with torch.no_grad(), liger_dist.replay_routing(model, routes):
+        model(**make_batch(0), use_cache=False)
+
+
+def test_tables_of_experts_by_token() -> None:
+    """For more tokens than a trial has."""
+    import families
+
+    family = next(one for one in families.families_with_options() if str(one).startswith("causal deepseek_v4, tied"))
+    model: Any = families.build(family).eval()
+    tokens = on_device.tensor(range(3, 45)).view(3, 14) % 20
+    with torch.no_grad(), liger_dist.record_routing(model) as routes:
+        recorded = model(input_ids=tokens).logits
+    with torch.no_grad(), liger_dist.replay_routing(model, routes):
+        assert torch.equal(model(input_ids=tokens).logits, recorded)
+
+
+def test_routes_that_may_be_those_of_layers_or_of_routers() -> None:
+    """A first layer without experts, and a module of multi-token prediction with some."""
+    from liger_dist.mtp import MultiTokenPrediction
+
+    model = model_of("deepseek_v3", torch.float32)
+    MultiTokenPrediction(model)
+    model = liger_dist.wrap(model).train()
+    with torch.no_grad(), liger_dist.record_routing(model) as routes:
+        loss = model(**make_batch(0), use_cache=False).loss
+    assert len(routes.layers) == LAYERS
+    with pytest.raises(liger_dist.LigerDistError, match="pass those of the 2 decoder layers with a router"):
+        liger_dist.replay_routing(model, routes.indices).__enter__()
+    for given in (routes, routes.indices[:2]):
+        with torch.no_grad(), liger_dist.replay_routing(model, given):
+            assert float(model(**make_batch(0), use_cache=False).loss) == float(loss)
+
+
+def test_another_default_device() -> None:
+    model = model_of("qwen3_moe", torch.float32)
+    batch = {name: value.clone() for name, value in make_batch(0).items()}
+    inputs = model.get_input_embeddings()(batch["input_ids"])[:1]
+    with torch.device("meta"), liger_dist.record_routing(model):
+        model.model.layers[0].mlp(inputs)
+
+
+@pytest.mark.parametrize("change", [lambda experts: experts.float(), lambda experts: experts[None]])
+def test_routes_of_other_kinds(change: Any) -> None:
+    model = model_of("qwen3_moe", torch.float32)
+    with torch.no_grad(), liger_dist.record_routing(model) as routes:
+        model(**make_batch(0), use_cache=False)
+    routes.experts.update({name: experts.int() for name, experts in routes.experts.items()})
+    with torch.no_grad(), liger_dist.replay_routing(model, routes):
+        model(**make_batch(0), use_cache=False)
+    routes.experts.update({name: change(experts) for name, experts in routes.experts.items()})
+    with pytest.raises(liger_dist.LigerDistError, match=r"expected integers \[tokens, experts\]"):
+        liger_dist.replay_routing(model, routes).__enter__()
