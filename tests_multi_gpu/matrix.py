@@ -124,10 +124,11 @@ class Matrix:
         return str(self._sentences.index(sentence) + 1)
 
 
+EXPERT_USES = ("checkpointing", "two forwards", "replayed routing", "replayed routing, checkpointing")
 EXPERT_COLUMNS = {
     **{m: lambda c, m=m: replace(c, model=m) for m in EXPERTS},
     **{d: lambda c, d=d: replace(c, model="experts", data=d) for d in ("empty rank", "packed")},
-    **{u: lambda c, u=u: replace(c, model="experts", use=u) for u in ("checkpointing", "two forwards")},
+    **{u: lambda c, u=u: replace(c, model="experts", use=u) for u in EXPERT_USES},
     "accumulation": lambda c: replace(c, model="experts", accumulation=2),
 }
 FROZEN_COLUMNS = {
