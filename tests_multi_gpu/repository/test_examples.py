@@ -17,6 +17,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "grpo_loop.py": TORCHRUN,
     "liger_names.py": ALONE,
     "lightning_module.py": ALONE,
+    "opd_loop.py": TORCHRUN,
     "peft_lora.py": TORCHRUN,
     "qlora.py": TORCHRUN,
     "trl_sft.py": ALONE,
@@ -45,3 +46,7 @@ def test_it_prints_a_loss(name: str, tmp_path: Path) -> None:
         losses = [float(loss) for loss in re.findall(r"loss (\S+),", said)]
         assert len(losses) == 3
         assert losses[0] > losses[1] > losses[2]
+    if name == "opd_loop.py":
+        divergences = [float(one) for one in re.findall(r"divergence (\S+) nats", said)]
+        assert len(divergences) == 6
+        assert divergences[-1] < divergences[0] / 5
