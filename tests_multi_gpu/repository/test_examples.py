@@ -22,8 +22,8 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "qlora.py": TORCHRUN,
     "trl_sft.py": ALONE,
 }
-OTHERS = ("cuda_graph.py", "tiny.py", "write_chats.py", "write_tasks.py")
-"""needs a GPU, imported, or run by test_own_chats.py and test_evaluation.py"""
+OTHERS = ("cuda_graph.py", "tiny.py", "verl_distillation.py", "write_chats.py", "write_tasks.py")
+"""needs a GPU, imported, or run by test_verl_program.py, test_own_chats.py and test_evaluation.py"""
 
 
 def test_none_is_left_out() -> None:
