@@ -46,7 +46,7 @@ $(VENV)/.torchao: $(VENV)/.installed
 
 # verl and OpenRLHF without their requirements, which are older releases than this project's.
 $(VENV)/.engines: $(VENV)/.installed
-	$(PIP) ray tensordict hydra-core codetiming dill pylatexenc torchdata
+	$(PIP) ray tensordict hydra-core codetiming dill pylatexenc torchdata cachetools fastapi uvicorn
 	$(PIP) --no-deps verl "openrlhf; python_version == '3.11'"
 	touch $@
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
 import torch
+from distilled import divergences
 from hosts import watched
 from models import VOCAB_SIZE, full, gradients
 from policies import ROWS
@@ -28,24 +30,55 @@ PROMPTS, LENGTHS = ((3, 2, 4, 1), (1, 3, 2, 2)), ((9, 5, 12, 4), (3, 11, 7, 6))
 
 def import_verl() -> None:
     """Imports verl and the plug on a platform without GPUs. verl's own engine stays for other vendors."""
+    set_platform()
+    with mock.patch.dict(os.environ, {"VERL_ENGINE_DEVICE": "cuda", "VERL_ENGINE_VENDOR": "nvidia"}):
+        __import__(PLUG)
+    patch_verl()
+    sys.modules[PLUG].configure(liger_dist.WrapConfig(memory_budget=ROWS * VOCAB_SIZE * 4))
+
+
+def set_platform() -> None:
+    """Gives verl a platform of CPUs and gloo, if there are no GPUs. Ray schedules its workers by GPUs that it is told
+    of."""
     from verl.plugin.platform import platform_manager
     from verl.plugin.platform.platform_base import PlatformBase
 
-    if not torch.cuda.is_available() and platform_manager.get_platform().device_name != "cpu":
-        members: dict[str, Any] = {name: lambda self, *args: None for name in PlatformBase.__abstractmethods__}
-        members |= {
-            "device_name": "cpu",
-            "vendor_name": "none",
-            "device_module": torch.cpu,
-            "nvtx_range": lambda self, message: contextlib.nullcontext(),
-            "get_device_capability": lambda self, index=0: (None, None),
-            "communication_backend_name": lambda self: "gloo",
-            "current_device": lambda self: "cpu",
-            "device_count": lambda self: 1,
-        }
-        platform_manager.set_platform(type("OnCPU", (PlatformBase,), members)())
-    with mock.patch.dict(os.environ, {"VERL_ENGINE_DEVICE": "cuda", "VERL_ENGINE_VENDOR": "nvidia"}):
-        __import__(PLUG)
+    if torch.cuda.is_available() or platform_manager.get_platform().device_name == "cpu":
+        return
+    members: dict[str, Any] = {name: lambda self, *args: None for name in PlatformBase.__abstractmethods__}
+    members |= {
+        "device_name": "cpu",
+        "vendor_name": "none",
+        "device_module": DeviceOfCPU("cpu"),
+        "nvtx_range": lambda self, message: contextlib.nullcontext(),
+        "get_device_capability": lambda self, index=0: (None, None),
+        "communication_backend_name": lambda self: "gloo",
+        "current_device": lambda self: "cpu",
+        "device_count": lambda self: 1,
+        "ray_resource_name": lambda self: "GPU",
+        "ray_noset_envvars": lambda self: [],
+        "visible_devices_envvar": lambda self: "CUDA_VISIBLE_DEVICES",
+    }
+    platform_manager.set_platform(type("OnCPU", (PlatformBase,), members)())
+
+
+class DeviceOfCPU(ModuleType):
+    """torch.cpu with the functions of torch.cuda that measure and free memory."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("max_memory_allocated", "max_memory_reserved", "memory_allocated", "memory_reserved"):
+            return lambda *_: 0
+        if name == "mem_get_info":
+            return lambda *_: (0, 0)
+        if name == "get_device_name":
+            return lambda *_: "CPU"
+        if name in ("empty_cache", "ipc_collect", "reset_peak_memory_stats"):
+            return lambda *_: None
+        return getattr(torch.cpu, name)
+
+
+def patch_verl() -> None:
+    """Has verl run on CPUs, with the installed TRL."""
     from verl.models.transformers import monkey_patch
     from verl.utils import fsdp_utils
 
@@ -58,7 +91,6 @@ def import_verl() -> None:
         from verl.workers.engine.fsdp import transformer_impl
 
         transformer_impl.FSDP = FSDPOnCPU
-    sys.modules[PLUG].configure(liger_dist.WrapConfig(memory_budget=ROWS * VOCAB_SIZE * 4))
 
 
 class FSDPOnCPU(FullyShardedDataParallel):
@@ -253,6 +285,137 @@ def make_loss(distillation: dict[str, Any] | None, *, is_sft: bool = False) -> C
     options = {"use_policy_gradient": False, **distillation}
     loss = DistillationLossConfig(loss_mode="forward_kl_topk", topk=3, **options)
     return partial(distillation_ppo_loss, config, DistillationConfig(distillation_loss=loss))
+
+
+def distil_over_the_vocabulary(folder: Path, teacher_folder: Path, mode: str, case: dict[str, Any]) -> dict[str, Any]:
+    """Makes :data:`STEPS` updates from a teacher's hidden states in fp64. Returns losses, gradients and
+    weights, and with ``"truth"`` those of the unwrapped models with full logits."""
+    from transformers import AutoModelForCausalLM
+
+    case, in_fp64 = dict(case), {"param_dtype": "fp64", "reduce_dtype": "fp64", "buffer_dtype": "fp64"}
+    options = {"model_dtype": "fp64", "mixed_precision": in_fp64, **case.pop("engine", {})}
+    with precision_of_64_bits():
+        engine = make_engine(folder, fused=True, settings=case.pop("model", {}), engine=options)
+    teacher = AutoModelForCausalLM.from_pretrained(teacher_folder, dtype=torch.float64).eval()
+    student = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="sdpa")
+    optimizer = torch.optim.SGD(student.parameters(), lr=0.05)
+    loss_function = make_full_loss(teacher_folder, mode, **case.pop("loss", {}))
+    aggregation, options = loss_function.args[0].loss_agg_mode, case.pop("data", {})
+    found: dict[str, Any] = {"steps": [], "truth": []}
+    for _ in range(STEPS):
+        data = make_full_data(engine.get_data_parallel_rank(), teacher, **options)
+        with watched() as seen, engine.train_mode(zero_grad_on_exit=False):
+            engine.optimizer_zero_grad()
+            output = engine.forward_backward_batch(data, loss_function)
+            computed = {name: full(grad) for name, grad in gradients(engine.module).items()}
+            # Without verl's clipping, which FSDP1 computes in fp32.
+            engine.optimizer.step()
+            weights = {name: full(weight).clone() for name, weight in engine.module.state_dict().items()}
+        metric = output["metrics"]["distillation/loss"].aggregate()
+        step = {"loss": sum(output["loss"]), "metric": metric, "gradients": computed, "weights": weights}
+        found["steps"].append(step)
+        found |= {"calls": seen.fused_calls, "logits": seen.most_logits}
+        losses = [true_full_loss(student, teacher, rank, mode, aggregation, options) for rank in range(2)]
+        optimizer.zero_grad()
+        torch.stack(losses).mean().backward()
+        truth = {"loss": losses[engine.get_data_parallel_rank()].detach(), "gradients": gradients(student)}
+        optimizer.step()
+        found["truth"].append(truth | {"weights": {name: w.clone() for name, w in student.state_dict().items()}})
+    return found
+
+
+@contextlib.contextmanager
+def precision_of_64_bits() -> Iterator[None]:
+    """Has verl's settings of dtypes know "fp64"."""
+    from verl.utils.torch_dtypes import PrecisionType
+
+    original = PrecisionType.to_dtype
+    known = staticmethod(lambda precision: torch.float64 if precision == "fp64" else original(precision))
+    with mock.patch.object(PrecisionType, "to_dtype", known):
+        yield
+
+
+def make_full_data(rank: int, teacher: Any, *, dense: bool = False, **options: Any) -> Any:
+    """Samples of one rank with the teacher's hidden states, as a nested tensor or padded on both sides."""
+    data = make_data(rank, **{"temperature": 0.7, "distillation_use_topk": True, "distillation_only": True, **options})
+    with torch.no_grad():
+        rows = [teacher.model(ids[None]).last_hidden_state[0] for ids in data["input_ids"].unbind()]
+    if dense:
+        mask = torch.zeros(len(rows), 20, dtype=torch.int64)
+        hidden = torch.full((len(rows), 20, rows[0].shape[-1]), float("nan"), dtype=torch.float64)
+        for row, states, prompt in zip(range(len(rows)), rows, PROMPTS[rank], strict=True):
+            mask[row, 6 - prompt : 6 - prompt + len(states)] = 1
+            hidden[row, mask[row].bool()] = states
+        data["attention_mask"], data["teacher_hidden"] = mask, hidden
+    else:
+        data["teacher_hidden"] = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    return data
+
+
+def make_full_loss(
+    teacher: Path, mode: str, *, loss_agg_mode: str = "token-mean", teachers: int = 1, **settings: Any
+) -> Any:
+    """verl's loss of a policy's distillation, in a mode of the plug."""
+    from verl.trainer.distillation.losses import distillation_ppo_loss
+    from verl.workers.config import (
+        ActorConfig,
+        DistillationConfig,
+        DistillationLossConfig,
+        DistillationTeacherModelConfig,
+    )
+
+    config = ActorConfig(
+        strategy="fsdp2",
+        rollout_n=1,
+        ppo_micro_batch_size_per_gpu=2,
+        ppo_mini_batch_size=4,
+        loss_agg_mode=loss_agg_mode,
+    )
+    own = {"use_task_rewards": False, "use_policy_gradient": False, "loss_max_clamp": None, **settings}
+    made = {f"teacher_{i}": DistillationTeacherModelConfig(model_path=str(teacher)) for i in range(teachers)}
+    loss = DistillationLossConfig(loss_mode=mode, **own)
+    return partial(distillation_ppo_loss, config, DistillationConfig(distillation_loss=loss, teacher_models=made))
+
+
+def true_full_loss(
+    student: Any, teacher: Any, rank: int, mode: str, aggregation: str, options: dict[str, Any]
+) -> Tensor:
+    """The loss of a rank with full logits: the mean over the tokens of all answers, or of each answer and then over
+    answers, times the number of ranks."""
+    data, total = make_data(rank, temperature=1.0), torch.zeros((), dtype=torch.float64)
+    tokens = sum(sum(lengths) - sum(prompts) for lengths, prompts in zip(LENGTHS, PROMPTS, strict=True))
+    for ids, prompt in zip(data["input_ids"].unbind(), PROMPTS[rank], strict=True):
+        with torch.no_grad():
+            expected = teacher(ids[None]).logits[0, prompt - 1 : -1]
+        logits = student(ids[None]).logits[0, prompt - 1 : -1]
+        divergence = mode.removesuffix("_full")
+        each = divergences(logits, expected, divergence=divergence, temperature=options.get("temperature", 0.7))
+        total = total + (each.sum() / tokens if aggregation == "token-mean" else each.mean() / 8)
+    return 2 * total
+
+
+def refusals_of_distillation(folder: Path, teacher: Path, cases: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """Returns the sentence with which each case is refused: its settings of the loss, changes of the data, or verl's
+    own engine."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float64)
+    engines = {fused: make_engine(folder, fused=fused, settings={}, engine={}) for fused in (True, False)}
+    found = {}
+    for name, case in cases.items():
+        engine = engines[case.get("fused", True)]
+        data = make_full_data(engine.get_data_parallel_rank(), model)
+        for key, value in case.get("data", {}).items():
+            if value is None:
+                del data[key]
+            else:
+                data[key] = value
+        try:
+            with engine.train_mode():
+                engine.forward_backward_batch(data, make_full_loss(teacher, "reverse_kl_full", **case.get("loss", {})))
+        except liger_dist.LigerDistError as error:
+            found[name] = str(error)
+    return found
 
 
 def _with_mask(own: Callable[..., Any], model_output: dict[str, Tensor], data: Any, dp_group: Any) -> Any:

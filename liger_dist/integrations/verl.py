@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import MethodType
 from typing import Any
 
@@ -17,12 +18,13 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 from verl.utils import tensordict_utils
-from verl.utils.device import get_device_name, get_vendor
+from verl.utils.device import get_device_id, get_device_name, get_vendor
 from verl.utils.ulysses import slice_input_tensor
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from liger_dist.config import WrapConfig
+from liger_dist.distillation import distillation_loss
 from liger_dist.errors import LigerDistError
 from liger_dist.fused_head.call import IGNORE_INDEX
 from liger_dist.hosts.scored_logits import ScoredLogits
@@ -32,9 +34,20 @@ from liger_dist.record import inner_model, record_of
 from liger_dist.sharding.single import LoadedByHost
 
 from .patches import check_members, wrap_policy
+from .verl_distillation import (
+    MODES,
+    TeacherHead,
+    full_distillation,
+    loss_metric,
+    packed_hidden,
+    register_modes,
+    teacher_path,
+    token_weights,
+)
 
 MEMBERS = {
     "_build_fsdp_module": ("self", "module"),
+    "forward_step": ("self", "micro_batch", "loss_function", "forward_only"),
     "prepare_model_inputs": ("self", "micro_batch"),
     "prepare_model_outputs": ("self", "output", "output_args", "micro_batch", "logits_processor_func"),
     "_gather_and_unpad_packed": ("self", "tensor", "pad_size"),
@@ -47,6 +60,8 @@ class FusedEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
     """verl's FSDP engine for language models, with a wrapped model and without logits."""
 
     wrap_config = WrapConfig()
+    teacher_head: TeacherHead | None = None
+    """lm_head of the teacher, once a batch has been distilled over the full vocabulary"""
 
     def __init__(self, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> None:
         """Checks the settings; nothing is loaded before.
@@ -77,6 +92,57 @@ class FusedEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         wrap_policy(module, LoadedByHost(), self.wrap_config, way_out=way_out, packs=packs)
         sharded: nn.Module = super()._build_fsdp_module(module)
         return sharded
+
+    def forward_step(
+        self, micro_batch: TensorDict, loss_function: Any, forward_only: bool
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Computes verl's loss of a micro-batch; in the modes :data:`.verl_distillation.MODES` as the divergence from
+        the teacher's hidden states, without logits of either model."""
+        config = full_distillation(loss_function)
+        if config is None:
+            computed: tuple[Tensor, dict[str, Any]] = super().forward_step(micro_batch, loss_function, forward_only)
+            return computed
+        micro_batch = micro_batch.to(get_device_id())
+        temperature = micro_batch["temperature"]
+        if isinstance(temperature, Tensor) or self.use_ulysses_sp:
+            raise LigerDistError(
+                f"loss_mode is {config.distillation_loss.loss_mode!r} with the temperature {temperature} and "
+                f"ulysses_sequence_parallel_size={self.ulysses_sequence_parallel_size}; expected a number for all "
+                "samples, and 1. Set both, or loss_mode=forward_kl_topk."
+            )
+        hidden = packed_hidden(micro_batch)
+        weights = token_weights(loss_function, micro_batch, self.get_data_parallel_group())
+        if self.teacher_head is None or self.teacher_head.path != teacher_path(config):
+            mesh = self.device_mesh if self.engine_config.strategy == "fsdp2" else None
+            self.teacher_head = TeacherHead.load(config, device=get_device_id(), mesh=mesh)
+        inputs, arguments = super().prepare_model_inputs(micro_batch=micro_batch)
+        labels = arguments["input_ids_rmpad_rolled"].masked_fill(weights == 0, IGNORE_INDEX)
+        fills = ((labels, IGNORE_INDEX), (weights, 0), (hidden, 0))
+        labels, weights, hidden = (self._in_rows(values, micro_batch, fill=fill) for values, fill in fills)
+        # verl computes losses under autocast to the 16-bit dtype of the parameters.
+        dtype = getattr(self, "_autocast_dtype", torch.bfloat16)
+        with nullcontext() if dtype.itemsize > 2 else torch.autocast(get_device_name(), dtype=dtype):
+            output: Any = distillation_loss(
+                self.module,
+                self.teacher_head.module,
+                **inputs,
+                labels=labels,
+                shift_labels=labels,
+                token_weight=Uncast(weights),
+                num_items_in_batch=1,
+                divergence=MODES[config.distillation_loss.loss_mode],
+                temperature=temperature,
+                teacher_hidden=hidden,
+                teacher_softcap=self.teacher_head.transform.softcap,
+                teacher_logit_scale=self.teacher_head.transform.scale,
+                use_cache=False,
+            )
+        found = {}
+        if _option(micro_batch, "calculate_entropy", False):
+            entropy = self._as_packed(output.entropy, micro_batch)
+            found["entropy"] = torch.nested.nested_tensor_from_jagged(entropy, micro_batch["input_ids"].offsets())
+        loss = output.loss
+        return loss, {"model_output": found, "loss": loss.item(), "metrics": loss_metric(loss)}
 
     def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict[str, Any], dict[str, Any]]:
         """Adds labels, outputs and temperatures to the keywords of verl's call of the model."""
@@ -138,6 +204,12 @@ class FusedEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         values = {name: self._as_packed(value, micro_batch)[None] for name, value in values.items()}
         vocab_size = record_of(inner_model(self.module)).found.structure.vocab_size
         return ScoredLogits.of(output_args["input_ids_rmpad_rolled"].reshape(1, -1), values, vocab_size)
+
+    def _in_rows(self, values: Tensor, micro_batch: TensorDict, *, fill: int) -> Tensor:
+        """Converts values of the tokens without padding, ``[T, ...]``, to those of the model's rows."""
+        if _option(micro_batch, "use_remove_padding", True):
+            return values[None]
+        return _padded(values, micro_batch, fill=fill)
 
     def _as_packed(self, values: Tensor, micro_batch: TensorDict) -> Tensor:
         """Converts values of the model's rows to those of its tokens without padding, ``[T, ...]``."""
@@ -228,6 +300,7 @@ def _register() -> None:
                 "leave out the module that registers it, or liger_dist.integrations.verl."
             )
     EngineRegistry.register("language_model", BACKENDS, device, vendor)(FusedEngine)
+    register_modes()
 
 
 _register()

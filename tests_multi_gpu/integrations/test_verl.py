@@ -12,11 +12,22 @@ from typing import Any
 
 import pytest
 import torch
+from distilled import make_teacher
 from harness import Workers
-from models import HIDDEN_SIZE
+from models import HIDDEN_SIZE, assert_below, relative_errors
 from policies import LORA, ROWS, differences
 from transformers.models.qwen2_vl import modeling_qwen2_vl
-from verl_engines import PLUG, ULYSSES, error_of_fused_kernels, refusal_of, run_updates, score_in_16_bits
+from verl_engines import (
+    PLUG,
+    STEPS,
+    ULYSSES,
+    distil_over_the_vocabulary,
+    error_of_fused_kernels,
+    refusal_of,
+    refusals_of_distillation,
+    run_updates,
+    score_in_16_bits,
+)
 
 import liger_dist
 
@@ -165,6 +176,70 @@ def test_verl_updates_equal_those_without_the_plug(
         assert len(compared) > 3 * len(mine["weights"]) / 2
         assert {path: value for path, value in compared.items() if not value <= 1e-5} == {}
         assert len({float(step["loss"].sum()) for step in mine["steps"]}) == 3
+
+
+FULL: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "reverse KL": ("llama", "reverse_kl_full", {"data": {"calculate_entropy": False}}),
+    "forward KL, tied, padded hidden states": ("qwen3", "forward_kl_full", {"data": {"dense": True}}),
+    "mean of each answer": ("llama", "reverse_kl_full", {"loss": {"loss_agg_mode": "seq-mean-token-mean"}}),
+    "padded": (
+        "llama",
+        "forward_kl_full",
+        {"data": {"use_remove_padding": False}, "model": {"use_remove_padding": False}},
+    ),
+    "FSDP1, tied": ("qwen3", "reverse_kl_full", {"engine": FSDP1}),
+}
+
+
+@pytest.fixture(scope="session")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A teacher of another size, with soft-capped logits and a tied lm_head."""
+    folder = tmp_path_factory.mktemp("teacher")
+    make_teacher(family="gemma2").save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.nightly(name=["mean of each answer", "padded", "FSDP1, tied"])
+@pytest.mark.parametrize("name", FULL)
+def test_verl_distils_over_the_vocabulary_from_hidden_states(
+    name: str, teacher: Path, checkpoints: Callable[[str], Path], workers_2: Workers
+) -> None:
+    """Without logits of either model. Losses and gradients are those of full logits in fp64."""
+    family, mode, case = FULL[name]
+    for found in workers_2.run(distil_over_the_vocabulary, checkpoints(family), teacher, mode, case):
+        assert found["calls"] == 2
+        assert 0 < found["logits"] <= ROWS
+        for step, truth in zip(found["steps"], found["truth"], strict=True):
+            assert step["loss"] == pytest.approx(float(truth["loss"]), rel=1e-12)
+            assert step["metric"] == pytest.approx(step["loss"], rel=1e-12)
+            # The gradients of FSDP1 are flat; those of SGD are in the weights.
+            for values in ("weights",) if "FSDP1" in name else ("gradients", "weights"):
+                assert_below(relative_errors(step[values], truth[values]), 1e-10, f"{name}, {values}")
+        assert len({step["loss"] for step in found["steps"]}) == STEPS
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no hidden states": ({"data": {"teacher_hidden": None}}, "the batch has no 'teacher_hidden' ("),
+    "prompts alone": ({"data": {"teacher_hidden": torch.zeros(4, 6, 24)}}, "teacher_hidden is padded to (2, 6, 24)"),
+    "other rows": (
+        {"data": {"teacher_hidden": torch.nested.nested_tensor([torch.zeros(3, 24)] * 4, layout=torch.jagged)}},
+        "teacher_hidden has [3, 3] tokens and input_ids has [",
+    ),
+    "task rewards": ({"loss": {"use_task_rewards": True}}, "distillation_loss.use_task_rewards is True with"),
+    "clamped": ({"loss": {"loss_max_clamp": 10.0}}, "distillation_loss.loss_max_clamp is 10.0 with"),
+    "two teachers": ({"loss": {"teachers": 2}}, "distillation.teacher_models has the model paths ["),
+    "temperatures": ({"data": {"temperature": TEMPERATURES}}, "loss_mode is 'reverse_kl_full' with the temperature"),
+    "verl's engine": ({"fused": False}, "loss_mode is 'reverse_kl_full' under the strategy 'fsdp2', whose engine"),
+}
+
+
+def test_verl_refuses_what_full_distillation_lacks(
+    teacher: Path, checkpoints: Callable[[str], Path], workers_2: Workers
+) -> None:
+    cases = {name: case for name, (case, _) in REFUSED.items()}
+    for found in workers_2.run(refusals_of_distillation, checkpoints("llama"), teacher, cases):
+        for name, (_, sentence) in REFUSED.items():
+            assert found.get(name, "").startswith(sentence), (name, found.get(name))
 
 
 def test_verl_temperatures_are_not_rounded_to_16_bits(checkpoints: Callable[[str], Path], workers_2: Workers) -> None:

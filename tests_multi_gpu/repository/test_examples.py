@@ -17,12 +17,13 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "grpo_loop.py": TORCHRUN,
     "liger_names.py": ALONE,
     "lightning_module.py": ALONE,
+    "opd_loop.py": TORCHRUN,
     "peft_lora.py": TORCHRUN,
     "qlora.py": TORCHRUN,
     "trl_sft.py": ALONE,
 }
-OTHERS = ("cuda_graph.py", "tiny.py", "write_chats.py", "write_tasks.py")
-"""needs a GPU, imported, or run by test_own_chats.py and test_evaluation.py"""
+OTHERS = ("cuda_graph.py", "tiny.py", "verl_distillation.py", "write_chats.py", "write_tasks.py")
+"""needs a GPU, imported, or run by test_verl_program.py, test_own_chats.py and test_evaluation.py"""
 
 
 def test_none_is_left_out() -> None:
@@ -45,3 +46,7 @@ def test_it_prints_a_loss(name: str, tmp_path: Path) -> None:
         losses = [float(loss) for loss in re.findall(r"loss (\S+),", said)]
         assert len(losses) == 3
         assert losses[0] > losses[1] > losses[2]
+    if name == "opd_loop.py":
+        divergences = [float(one) for one in re.findall(r"divergence (\S+) nats", said)]
+        assert len(divergences) == 6
+        assert divergences[-1] < divergences[0] / 5
