@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves
 
 from liger_dist.errors import LigerDistError
 from liger_dist.losses.collectives import require
-from liger_dist.model.documents import shape_of
+from liger_dist.model.documents import moved, shape_of
 from liger_dist.model.structure import full_shape
 from liger_dist.model.torch_modes import checkpoint_frames, in_backward, uncompiled, without_dispatch_modes
 
@@ -241,6 +241,8 @@ class _LastTopK(TorchFunctionMode):
         named = dict(zip(("input", "k", "dim"), args, strict=False)) | kwargs
         scores = named.pop("input")
         found = torch.topk(scores, **named)
+        if self.given is not None and self.given.device != scores.device:
+            self.given = moved(self.given, scores.device)
         if number == self.explained.groups and self.given is not None:
             return self._all_groups(scores, found.indices)
         if number != self.explained.last:
@@ -254,7 +256,7 @@ class _LastTopK(TorchFunctionMode):
     def _all_groups(self, scores: Tensor, own: Tensor) -> Any:
         """All groups for tokens whose experts are given; the same number of entries for the others, some twice."""
         assert self.given is not None
-        is_known = (self.given[:, :1] >= 0).to(own.device).view(*own.shape[:-1], 1)
+        is_known = (self.given[:, :1] >= 0).reshape(*own.shape[:-1], 1)
         more = own[..., :1].expand(*own.shape[:-1], scores.shape[-1] - own.shape[-1])
         every = torch.arange(scores.shape[-1], device=own.device)
         groups = torch.where(is_known, every, torch.cat([own, more], -1))
@@ -268,7 +270,7 @@ class _LastTopK(TorchFunctionMode):
                 f"each of {own.numel() // own.shape[-1]} tokens; expected [{own.numel() // own.shape[-1]}, "
                 f"{own.shape[-1]}]."
             )
-        given = self.given.to(own.device, non_blocking=True).view(own.shape)
+        given = self.given.reshape(own.shape)
         require(
             (given < scores.shape[-1]).all(),
             f"routes name an expert that a router does not have; expected numbers below {scores.shape[-1]}",
