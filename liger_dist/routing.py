@@ -584,8 +584,7 @@ def _by_router(model: nn.Module, names: Sequence[str], given: Routes | Tensor) -
                 )
         return {name: experts.long() for name, experts in given.experts.items()}
     chosen = _by_layer(model, names, given)
-    for experts in chosen.values():
-        _check_experts(experts)
+    _check_experts(torch.cat(list(chosen.values())))
     return chosen
 
 
@@ -622,8 +621,11 @@ def _path_of(model: nn.Module, prefix: str) -> str:
 
 
 def _check_experts(experts: Tensor) -> None:
-    if experts.dim() != 2:
-        raise LigerDistError(f"routes of a router have the shape {list(experts.shape)}; expected [tokens, experts].")
+    """Checks experts ``[tokens, k]`` of all routers.
+
+    Raises:
+        LigerDistError: a token has an expert twice, or only some of its experts.
+    """
     ordered = experts.sort(-1).values
     is_twice = (ordered.diff() == 0) & (ordered[:, 1:] >= 0)
     # The choice of a token is its own, or given.

@@ -118,14 +118,14 @@ def _objections(cfg: dict[str, Any]) -> list[str]:
     for key, size in shards.items():
         if (size or 1) > 1:
             found.append(
-                f"{key} is {size!r}, under which Axolotl shards labels in hooks of its own, which was not tested (0.19 "
+                f"{key} is {size!r}, under which Axolotl shards labels in its hooks, which was not tested (0.19 "
                 "does not shift them, so that the last token of every shard is not learnt); leave it out (a mesh axis "
                 '"sp" under FSDP2 shards sequences exactly)'
             )
     if (cfg.get("expert_parallel_size") or 1) > 1:
         found.append(
             f"expert_parallel_size is {cfg['expert_parallel_size']!r}, under which Axolotl replaces the experts and "
-            "reduces their gradients in hooks of its own, which was not tested; leave it out"
+            "reduces their gradients in its hooks, which was not tested; leave it out"
         )
     if cfg.get("kd_trainer"):
         found += objections(cfg)

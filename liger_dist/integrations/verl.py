@@ -142,6 +142,7 @@ class FusedEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
             entropy = self._as_packed(output.entropy, micro_batch)
             found["entropy"] = torch.nested.nested_tensor_from_jagged(entropy, micro_batch["input_ids"].offsets())
         loss = output.loss
+        # A number, as verl's engine returns it.
         return loss, {"model_output": found, "loss": loss.item(), "metrics": loss_metric(loss)}
 
     def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -39,7 +39,7 @@ def is_traced() -> bool:
 
 def is_captured() -> bool:
     """True while a CUDA graph records the current stream, where the host cannot read what is on the GPU."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def in_checkpoint() -> bool:

@@ -172,18 +172,11 @@ def test_lora_on_all_linear_layers_and_experts(compiled: bool) -> None:
         liger_dist.compile_layers(model)
     model = liger_dist.wrap(model)
     batch = make_batch(0)
-    routes = routes_for(batch, reference)
     if compiled:
         # Its graphs exist before.
         model(**batch, use_cache=False).loss.backward()
         model.zero_grad()
-    with by_hand(reference, routes):
-        total, count = true_loss_sum(reference, batch)
-    (truth := total / count).backward()
-    with liger_dist.replay_routing(model, routes):
-        loss = model(**batch, use_cache=False).loss
-    loss.backward()
-    assert_exact(model, loss, reference, truth)
+    replayed(model, reference, batch)
 
 
 def test_packed_documents() -> None:
