@@ -62,7 +62,7 @@ HEAD_ALONE = liger_dist.WrapConfig(layer_kernels=False, varlen_attention=False)
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="code objects have no qualified names")
 @pytest.mark.parametrize(
     ("config", "most_files", "most_files_at_entry", "most_moves"),
-    [(HEAD_ALONE, 15, 8, 48), (None, 26, 8, 96)],
+    [(HEAD_ALONE, 15, 8, 50), (None, 26, 8, 100)],
     ids=["the head alone", "all defaults, one layer"],
 )
 def test_one_call_enters_few_files(
@@ -82,7 +82,7 @@ def test_one_call_enters_few_files(
     if config is not None:
         assert len(entry) <= most_files_at_entry, sorted(entry)
     assert len(set(files)) <= most_files, sorted(set(files))
-    # On a GPU labels are counted there, which is one visit more.
+    # Two of them ask whether a CUDA graph records the call. On a GPU labels are counted there, which is one visit more.
     assert moves <= most_moves + 2 * torch.cuda.is_available(), moves
 
 

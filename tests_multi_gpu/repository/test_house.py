@@ -255,6 +255,12 @@ HOST_MODELS = ("verl_engines", "openrlhf_actors", "skyrl_models")
 MOST_MECHANISMS = 49
 
 
+def test_files_of_tests_have_different_names() -> None:
+    """pytest collects only one of two files of one name, because folders of tests are no packages."""
+    names = [file.name for file in (ROOT / "tests_multi_gpu").rglob("*.py") if file.name != "__init__.py"]
+    assert sorted(set(names)) == sorted(names)
+
+
 def test_mechanisms_are_few_and_exist() -> None:
     section = (ROOT / "CONTRIBUTING.md").read_text().split("## Mechanisms")[1].split("\n## ")[0]
     rows = [line for line in section.splitlines() if re.match(r"\| [^*].*`", line)]
