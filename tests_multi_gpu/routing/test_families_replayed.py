@@ -55,7 +55,10 @@ def test_experts_get_what_was_recorded(family: Family) -> None:
     if found is None:
         pytest.skip("it cannot be built or called")
     model, batch = found
-    model = liger_dist.wrap(model)
+    try:
+        model = liger_dist.wrap(model)
+    except liger_dist.LigerDistError:  # its lm_head is no linear map, which routing does not need
+        model = liger_dist.wrap(model, config=liger_dist.WrapConfig(fused_loss=False))
 
     def record() -> liger_dist.Routes:
         with torch.no_grad(), liger_dist.record_routing(model) as routes:
