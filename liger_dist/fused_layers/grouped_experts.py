@@ -3,7 +3,8 @@ kernels; and its custom ops for compiled layers.
 
 A forward keeps the tokens themselves, the order of tokens by expert, and gate and up; gathered tokens, activations and
 the outputs of the experts are computed again or not needed, because the weight of the router is applied before the
-down projection. LoRA adds grouped low-rank products; no weight is merged.
+down projection. LoRA adds grouped low-rank products; no weight is merged. A stack of 4 bits is dequantised for each
+product and freed after it, so that a layer keeps its bytes alone.
 
 Legend: T tokens, K experts of a token, S = T * K rows sorted by expert, E experts, D hidden, F features of an expert,
 H features of the first projection (2 * F with a gate), r LoRA rank.
@@ -11,13 +12,15 @@ H features of the first projection (2 * F with a gate), r LoRA rank.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from liger_dist.errors import refuse_second_order
+from liger_dist.model.quantized import dequantized
+from liger_dist.model.torch_modes import untraced
 from liger_dist_kernels import (
     Backend,
     GateOptions,
@@ -42,7 +45,7 @@ from .swap import is_local
 
 
 class ExpertTensors(NamedTuple):
-    """Parameters of the experts, all in one dtype."""
+    """Parameters of the experts, all in one dtype but for bytes ``[n, 1]`` of 4 bits, whose shape the options have."""
 
     up: Tensor
     """first projection, ``[E, H, D]``; ``[E, D, H]`` if transposed"""
@@ -67,6 +70,9 @@ class ExpertOptions:
     """LoRA's scaling of the first projection"""
     down_scale: float = 0.0
     backend: Backend = "auto"
+    up_state: Any = field(default=None, compare=False)
+    """``QuantState`` of the first projection in 4 bits, which then has no gradient; None for floating ones"""
+    down_state: Any = field(default=None, compare=False)
 
 
 class _Kept(NamedTuple):
@@ -102,6 +108,14 @@ class _Needs(NamedTuple):
     """of the fields of :class:`ExpertTensors`"""
 
 
+def num_experts(tensors: ExpertTensors, options: ExpertOptions) -> int:
+    return int(tensors.up.shape[0] if options.up_state is None else options.up_state.shape[0])
+
+
+def _full(weight: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
+    return weight if state is None else dequantized(weight, state, dtype)
+
+
 def _projection(x_SI: Tensor, weight: Tensor, ends_E: Tensor, *, is_transposed: bool) -> Tensor:
     return grouped_product(x_SI, weight if is_transposed else weight.transpose(1, 2), ends_E)
 
@@ -123,15 +137,19 @@ def _forward(
     hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tensor, tensors: ExpertTensors, options: ExpertOptions
 ) -> tuple[Tensor, _Kept]:
     """Computes the experts; returns the sum of each token ``[T, D]``, and what the backward reads."""
-    routing = route(index_TK, tensors.up.shape[0])
+    routing = route(index_TK, num_experts(tensors, options))
     ends, backend = routing.ends_E, options.backend
     x_SD = gather_rows(hidden_TD, routing, backend=backend)
-    h_SH = _projection(x_SD, tensors.up, ends, is_transposed=options.is_transposed)
+    up = _full(tensors.up, options.up_state, hidden_TD.dtype)
+    h_SH = _projection(x_SD, up, ends, is_transposed=options.is_transposed)
+    del up
     up_low = _low_rank(x_SD, tensors.up_a_ErD, tensors.up_b_ErH, options.up_scale, ends)
     del x_SD
     gate: dict[str, Any] = {"options": options.gate, "bias_EH": tensors.up_bias_EH, "backend": backend}
     a_SF = gate_fwd(h_SH, weight_TK, routing, low=up_low, **gate)
-    y_SD = _projection(a_SF, tensors.down, ends, is_transposed=options.is_transposed)
+    down = _full(tensors.down, options.down_state, hidden_TD.dtype)
+    y_SD = _projection(a_SF, down, ends, is_transposed=options.is_transposed)
+    del down
     down_low = _low_rank(a_SF, tensors.down_a_ErF, tensors.down_b_ErD, options.down_scale, ends)
     del a_SF
     bias = None if tensors.down_bias_ED is None else WeightedBias(tensors.down_bias_ED, index_TK, weight_TK)
@@ -155,7 +173,9 @@ def _backward(
     ends, wanted = routing.ends_E, ExpertTensors(*needs.tensors)  # type: ignore[arg-type]
     found: dict[str, Tensor] = {}
     d_y_SD = gather_rows(d_sum_TD, routing, backend=backend)
-    d_a_SF = _projection(d_y_SD, tensors.down, ends, is_transposed=not is_transposed)
+    down = _full(tensors.down, options.down_state, hidden_TD.dtype)
+    d_a_SF = _projection(d_y_SD, down, ends, is_transposed=not is_transposed)
+    del down
     d_down_low = _low_rank(d_y_SD, tensors.down_b_ErD, tensors.down_a_ErF, options.down_scale, ends)
     if kept.down_low_Sr is not None and wanted.down_b_ErD:
         found["down_b_ErD"] = outer_products_with_tokens(
@@ -196,7 +216,9 @@ def _backward(
         del x_SD
     d_hidden_TD = None
     if needs.hidden:
-        d_x_SD = _projection(d_h_SH, tensors.up, ends, is_transposed=not is_transposed)
+        up = _full(tensors.up, options.up_state, hidden_TD.dtype)
+        d_x_SD = _projection(d_h_SH, up, ends, is_transposed=not is_transposed)
+        del up
         d_hidden_TD = combine_rows(d_x_SD, routing, low=_multiplied(d_up_low, ends), backend=backend)
     of_tensors = [found.get(name) if is_wanted else None for name, is_wanted in wanted._asdict().items()]
     return [d_hidden_TD, d_weight_TK.to(weight_TK.dtype) if needs.weight else None, *of_tensors]
@@ -251,13 +273,17 @@ def experts(
         index_TK: experts of each token, integers. Those of ``E`` or more name no expert and count nothing.
         weight_TK: their weights, any floating dtype.
         tensors: parameters, in the dtype of ``hidden_TD``; any dtype under autocast. Any strides, but for projections
-            of which the last or last but one is 1.
+            of which the last or last but one is 1. Those of 4 bits are dequantised to the dtype of the products.
     """
     device_type, dtype = hidden_TD.device.type, hidden_TD.dtype
     if torch.is_autocast_enabled(device_type) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device_type)
     x_TD = hidden_TD.to(dtype).contiguous()
-    given = [None if tensor is None else tensor.to(dtype) for tensor in tensors]
+    states = (options.up_state, options.down_state, *(None for _ in tensors[2:]))
+    given = [
+        tensor if tensor is None or state is not None else tensor.to(dtype)
+        for tensor, state in zip(tensors, states, strict=True)
+    ]
     # Products take weights of other layouts; kernels read every layout.
     given[2:] = [None if tensor is None else tensor.contiguous() for tensor in given[2:]]
     y = _Experts.apply(options, x_TD, index_TK.contiguous(), weight_TK.contiguous(), *given)  # type: ignore[no-untyped-call]
@@ -265,10 +291,21 @@ def experts(
     return result
 
 
-def supports(hidden: Tensor, tensors: ExpertTensors) -> bool:
-    """True if :func:`experts` computes these: full ordinary tensors, of one dtype or under autocast."""
-    present = [tensor for tensor in tensors if tensor is not None]
-    if not all(is_local(tensor) and tensor.is_floating_point() for tensor in (hidden, *present)):
+@untraced
+def experts_of_four_bits(
+    hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tensor, tensors: ExpertTensors, *, options: ExpertOptions
+) -> Tensor:
+    """Computes :func:`experts` outside of compiled graphs, whose ops cannot take a ``QuantState``."""
+    return experts(hidden_TD, index_TK, weight_TK, tensors, options=options)
+
+
+def supports(hidden: Tensor, tensors: ExpertTensors, options: ExpertOptions) -> bool:
+    """True if :func:`experts` computes these: full ordinary tensors, of one dtype or under autocast, or of 4 bits."""
+    states = (options.up_state, options.down_state, *(None for _ in tensors[2:]))
+    if not all(tensor is None or is_local(tensor) for tensor in (hidden, *tensors)):
+        return False
+    present = [tensor for tensor, state in zip(tensors, states, strict=True) if tensor is not None and state is None]
+    if not all(tensor.is_floating_point() for tensor in (hidden, *present)):
         return False
     is_autocast = torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != torch.float64
     return is_autocast or all(tensor.dtype == hidden.dtype for tensor in present)

@@ -1,7 +1,9 @@
 """Quantised weights: bitsandbytes 4-bit, and the attribute names of other formats.
 
 ``Linear4bit`` packs two weights into a byte and keeps a scale for each block of 64 (``absmax``, 8 bits with double
-quantisation) in a ``QuantState`` beside them, an attribute of the parameter and of the module.
+quantisation) in a ``QuantState`` beside them, an attribute of the parameter and of the module. A parameter of another
+module, such as a stack of experts, is bytes in a parametrization (``bitsandbytes.nn.parametrize``), which has the
+``QuantState``.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +37,61 @@ def four_bit_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
         for name, module in model.named_modules():
             if isinstance(module, package.nn.Linear4bit):
                 yield name, module
+
+
+class FourBitStack(NamedTuple):
+    """Parameter of 4 bits of a module that is no linear layer."""
+
+    owner: Any
+    """torch's ``ParametrizationList``, whose ``original`` has the bytes"""
+    name: str
+    """of the parameter"""
+
+    @property
+    def packed(self) -> Tensor:
+        """Bytes ``[n, 1]``."""
+        return self.owner.original  # type: ignore[no-any-return]
+
+    @property
+    def state(self) -> Any:
+        """``QuantState``, with the shape of the parameter."""
+        return self.owner[0].quant_state
+
+    @property
+    def is_full(self) -> bool:
+        """False for bytes that ZeRO-3 has partitioned: it all-gathers them where the parameter itself is read."""
+        return 2 * self.packed.numel() >= torch.Size(self.state.shape).numel()
+
+
+def _parametrization_class() -> Any:
+    """Returns the class that dequantises a parameter where it is read; () without one."""
+    return getattr(sys.modules.get(f"{_PACKAGE}.nn.parametrize"), "Bnb4bitParametrization", ())
+
+
+def dequantized_shape(module: nn.Module) -> torch.Size | None:
+    """Returns the shape of what a parametrization dequantises; None for any other module."""
+    found: Any = module.quant_state if isinstance(module, _parametrization_class()) else None
+    return None if found is None else torch.Size(found.shape)
+
+
+def four_bit_stack(module: nn.Module, name: str) -> FourBitStack | None:
+    """Returns a parameter that ``bitsandbytes.nn.parametrize`` has quantised; None for any other attribute."""
+    lists = module._modules.get("parametrizations")
+    if lists is None or name not in lists._modules:
+        return None
+    owner: Any = lists._modules[name]
+    # PEFT adds another one for the time of a forward.
+    is_plain = len(owner) == 1 and isinstance(owner[0], _parametrization_class())
+    return FourBitStack(owner, name) if is_plain else None
+
+
+def four_bit_stacks(model: nn.Module) -> Iterator[tuple[str, nn.Module, FourBitStack]]:
+    """Yields name, module and parameter of each one that ``bitsandbytes.nn.parametrize`` has quantised."""
+    for prefix, module in model.named_modules():
+        for name in module._modules.get("parametrizations") or ():
+            stack = four_bit_stack(module, name)
+            if stack is not None:
+                yield f"{prefix}.{name}".lstrip("."), module, stack
 
 
 def unsharded_kind(module: nn.Module, weight: nn.Parameter | None) -> str | None:
@@ -71,18 +128,25 @@ def keep_order_of_bytes(model: nn.Module, undo: ExitStack) -> None:
         setattr(layer, _PACKS_ON_CPU, False)
 
 
-def bytes_of_scales(layer: Any) -> int:
-    """Counts the bytes of the scales of a 4-bit layer, which every rank holds; 0 before it is quantised."""
-    state = getattr(layer.weight, "quant_state", None) or layer.quant_state
-    if state is None:
-        return 0
-    nested: tuple[Tensor, ...] = (state.state2.absmax,) if state.nested else ()
-    return sum(scales.numel() * scales.element_size() for scales in (state.absmax, *nested))
+def bytes_of_scales(model: nn.Module) -> int:
+    """Counts the bytes of the scales of 4-bit weights, which every rank holds; 0 before they are quantised."""
+    states = [getattr(layer.weight, "quant_state", None) or layer.quant_state for _, layer in four_bit_layers(model)]
+    states += [stack.state for _, _, stack in four_bit_stacks(model)]
+    tensors: list[Tensor] = []
+    for state in filter(None, states):
+        tensors += [state.absmax, state.state2.absmax] if state.nested else [state.absmax]
+    return sum(scales.numel() * scales.element_size() for scales in tensors)
 
 
 def move(weight: Any, device: torch.device) -> None:
     """Moves a 4-bit weight with its scales, and quantises it if it is not yet."""
     weight.data = weight.to(device).data
+
+
+def move_stack(stack: FourBitStack, device: torch.device) -> None:
+    """Moves the bytes and the scales of a parameter of 4 bits."""
+    stack.owner.original.data = stack.owner.original.data.to(device)
+    stack.state.to(device)
 
 
 def is_four_bit_linear(linear: nn.Module) -> bool:
@@ -112,7 +176,7 @@ def quant_state(linear: Any, dtype: torch.dtype) -> Any:
 
 
 def dequantized(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
-    """Returns the full weight ``[O, I]`` of 4 bits in ``dtype``."""
+    """Returns the full weight of 4 bits in ``dtype``, ``[O, I]`` of a linear layer."""
     weight: Tensor = sys.modules[_PACKAGE].functional.dequantize_4bit(packed.view(-1, 1), state)
     return weight.to(dtype)
 

@@ -118,7 +118,7 @@ class FSDP1(FullySharded):
             ignored_states=full or None,
             device_id=device,
         )
-        self.keep_full(full)
+        self.keep_full(outer, full)
         for unit in _units(root):
             unit.training = unit.module.training
         encoders.install(model, structure, mesh=mesh, root=root, undo=undo, flat_parameters=flat_parameters)

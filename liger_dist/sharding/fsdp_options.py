@@ -19,7 +19,7 @@ from liger_dist.errors import LigerDistError
 from liger_dist.losses.spec import CALL_KEYWORDS, KEYWORDS_OF_MODELS
 from liger_dist.model.compile import compile_each, compiled_call, reason_against_compiling, restore_call
 from liger_dist.model.peft import peft_parameters, reads_sharded_weights
-from liger_dist.model.quantized import bytes_of_scales, four_bit_layers, is_four_bit, move, unsharded_kind
+from liger_dist.model.quantized import bytes_of_scales, four_bit_stacks, is_four_bit, move, move_stack, unsharded_kind
 from liger_dist.model.structure import Structure
 
 from .fsdp2.loading import loaded_shards
@@ -99,9 +99,12 @@ class FullySharded:
         trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
         return 3 * trained > sum(parameter.numel() for parameter in parameters)
 
-    def keep_full(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Moves parameters to the device of this rank and casts them to the compute dtype."""
-        device = compute_device()
+    def keep_full(self, root: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
+        """Moves parameters of ``root`` to the device of this rank and casts them to the compute dtype."""
+        device, parameters = compute_device(), list(parameters)
+        for _, _, stack in four_bit_stacks(root):
+            if any(stack.packed is parameter for parameter in parameters):
+                move_stack(stack, device)
         for parameter in parameters:
             if is_four_bit(parameter):
                 move(parameter, device)
@@ -126,7 +129,7 @@ class FullySharded:
         shards = num_shards(self.mesh, dist.get_world_size())
         if not frozen or shards == 1:
             return None
-        scales = sum(bytes_of_scales(layer) for _, layer in four_bit_layers(outer)) / 2**30
+        scales = bytes_of_scales(outer) / 2**30
         loaded = {module._parameters[name] for _, module, name in loaded_shards(outer)}
         held = [parameter if parameter in loaded else local_shard(parameter.data) for parameter in frozen]
         share = sum(local.numel() * local.element_size() for local in held) / shards / 2**30 + scales
@@ -192,14 +195,16 @@ def _refuse_quantized(outer: nn.Module, strategy: str) -> None:
     Raises:
         LigerDistError: with the name of the first one.
     """
+    stacks = {stack.packed for _, _, stack in four_bit_stacks(outer)}
     for prefix, module in outer.named_modules():
         for name, weight in (("", None), *module.named_parameters(recurse=False)):
             kind = unsharded_kind(module, weight)
-            if is_four_bit(weight) and strategy == "fsdp1":
+            has_four_bits = is_four_bit(weight) or (weight is not None and weight in stacks)
+            if has_four_bits and strategy == "fsdp1":
                 kind = "a 4-bit weight, which FSDP1 would flatten and cast with others"
             if kind is not None:
                 way_out = "frozen='replicate' (each rank keeps the full frozen weights) or strategy='ddp'"
-                other = ", or strategy='fsdp2'" if is_four_bit(weight) else ", or a base of 4 bits (load_in_4bit)"
+                other = ", or strategy='fsdp2'" if has_four_bits else ", or a base of 4 bits (load_in_4bit)"
                 where = f"{prefix}.{name}".strip(".")
                 raise LigerDistError(f"{where} is {kind}, which {strategy!r} does not shard; use {way_out}{other}.")
 

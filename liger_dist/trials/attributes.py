@@ -22,8 +22,8 @@ _FUNCTIONS = (FunctionType, BuiltinFunctionType, type, ModuleType, nn.Module)
 _DEPTH, _WIDTH = 3, 32
 """depth and size up to which lists, dicts and objects among the attributes are compared by what they hold"""
 _OF_TORCH = ("__composable_api", "_fsdp", "_is_fsdp", "_flat_param")
-_OF_ENGINES = (*_OF_TORCH, "_is_hf", "_hf_", "_old_forward", "_ds", "ds_", "_z3", "_external")
-"""beginnings of names that torch's FSDP and DDP, transformers, Accelerate and DeepSpeed give modules"""
+_OF_ENGINES = (*_OF_TORCH, "_liger_dist_", "_is_hf", "_hf_", "_old_forward", "_ds", "ds_", "_z3", "_external")
+"""beginnings of names that torch's FSDP and DDP, this library, transformers, Accelerate and DeepSpeed give modules"""
 _HELD = ("_parameters", "_buffers", "_modules")
 _MISSING = object()
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))

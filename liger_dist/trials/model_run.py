@@ -45,7 +45,7 @@ from torch.utils._pytree import tree_leaves
 from liger_dist.model.class_swap import swapped
 from liger_dist.model.document_rows import DocumentRows, rows_of
 from liger_dist.model.documents import LENGTHS, LENGTHS_OF_KEYS, POSITIONS, Documents, call_of, read_documents
-from liger_dist.model.quantized import is_quantized_linear
+from liger_dist.model.quantized import dequantized_shape, is_quantized_linear
 from liger_dist.model.structure import full_shape
 from liger_dist.sharding.process_groups import compute_device
 from liger_dist.trials.functions import installed_function
@@ -491,6 +491,10 @@ def _quantized_linear(module: nn.Module, x: Tensor, *args: Any) -> Tensor:
     return _mapped(x, module.out_features)  # type: ignore[arg-type]
 
 
+def _dequantized(shape: torch.Size, device: torch.device, packed: Tensor) -> Tensor:
+    return _of_shape(shape, device)
+
+
 def _mapped(x: Tensor, size: int) -> Tensor:
     """Computes ``[..., size]``: a linear map of the last dimension of ``x`` that reads all of it, by one product
     each."""
@@ -533,6 +537,9 @@ def _without_weights(
                     del module.forward
                 if is_quantized_linear(module):
                     vars(module)["forward"] = partial(_quantized_linear, module)
+                shape = dequantized_shape(module)
+                if shape is not None:
+                    vars(module)["forward"] = partial(_dequantized, shape, device)
                 _keep_one_of_each_kind(module, layers)
             yield
         finally:
@@ -560,7 +567,10 @@ def _made_up(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
 
 
 def _parameter(original: Tensor, device: torch.device) -> Tensor:
-    shape = full_shape(original)
+    return _of_shape(full_shape(original), device)
+
+
+def _of_shape(shape: Sequence[int], device: torch.device) -> Tensor:
     is_small = torch.Size(shape).numel() <= SMALL
     return _values(shape, device) if is_small else torch.full((), 0.01, device=device).expand(shape)
 

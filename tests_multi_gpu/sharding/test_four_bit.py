@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 import liger_dist
+from liger_dist.model.quantized import four_bit_stacks
 from liger_dist.sharding.process_groups import compute_device
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
@@ -105,6 +106,151 @@ def test_gradients_of_three_ranks_whose_shards_differ_in_size() -> None:
 
 def test_gradients_of_one_process() -> None:
     assert_exact_or_refused(outcomes(cells_of("none")), "none")
+
+
+OF_EXPERTS = {
+    "attention": {"target_modules": ["q_proj", "v_proj", "o_proj"]},
+    "experts": {
+        "target_modules": ["q_proj"],
+        "target_parameters": [
+            f"model.layers.{layer}.mlp.experts.{name}" for layer in range(2) for name in ("gate_up_proj", "down_proj")
+        ],
+    },
+}
+"""what LoRA is on; PEFT takes quantised parameters by their full names"""
+
+
+def cells_of_experts(strategy: str, *, in_shards: bool = False) -> dict[str, tuple[Any, ...]]:
+    """Mixtures of which the experts are of 4 bits: with and without biases and transposed weights."""
+    found = {}
+    for family, lora in itertools.product(("qwen3_moe", "gpt_oss"), OF_EXPERTS):
+        for index, use in enumerate(USES):
+            base = {"family": family, "experts": True, "double": index % 2 == 0, "kind": ("nf4", "fp4")[index // 2]}
+            found[f"{family}, {lora}, {use}"] = (strategy, base, OF_EXPERTS[lora], USES[use], in_shards)
+    return found
+
+
+def assert_experts_are_exact(found: dict[str, str], strategy: str) -> None:
+    if strategy == "ZeRO-3":
+        # ZeRO-3 gathers all parameters of Qwen3's experts at once, so that grouped products add LoRA there.
+        lost = {name: found.pop(name) for name in list(found) if name.startswith("gpt_oss, experts")}
+        assert lost
+        assert all("which PEFT's own forward reads the second one without its LoRA" in one for one in lost.values())
+    assert_exact_or_refused(found, strategy)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "ZeRO-3"])
+def test_gradients_of_experts(strategy: str, workers_2: Workers) -> None:
+    cells = dict(list(cells_of_experts(strategy).items())[::3])
+    for found in workers_2.run(outcomes, cells, time_limit=300):
+        assert_experts_are_exact(found, strategy)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "none"])
+def test_gradients_of_experts_under_every_strategy(strategy: str, workers_2: Workers) -> None:
+    for found in workers_2.run(outcomes, cells_of_experts(strategy), time_limit=600):
+        assert len(found) == 16
+        assert_experts_are_exact(found, strategy)
+
+
+def test_gradients_of_experts_of_one_process() -> None:
+    assert_exact_or_refused(outcomes(dict(list(cells_of_experts("none").items())[::3])), "none")
+
+
+@pytest.mark.nightly(strategy=["fsdp2, replicated"])
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp2, replicated"])
+def test_experts_loaded_shard_by_shard(strategy: str, workers_2: Workers) -> None:
+    cells = dict(list(cells_of_experts(strategy, in_shards=True).items())[1::3])
+    for found in workers_2.run(outcomes, cells, time_limit=300):
+        assert found == dict.fromkeys(cells, "exact")
+
+
+@pytest.mark.parametrize("lora", OF_EXPERTS)
+def test_no_dequantized_experts_are_kept_for_the_backward(lora: str) -> None:
+    """Three quarters of the parameters of a mixture, or more."""
+    base = {"family": "qwen3_moe", "experts": True}
+    model = liger_dist.wrap(adapted(base, OF_EXPERTS[lora]).train(), "none")
+    shapes = {tuple(one.state.shape) for _, _, one in four_bit_stacks(model)}
+    assert len(shapes) == 2
+    kept: list[tuple[int, ...]] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        kept.append(tuple(tensor.shape))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        loss = model(**make_batch(0)).loss
+    assert kept and not shapes & set(kept)
+    loss.backward()
+
+
+@pytest.mark.nightly
+def test_compiled_layers_with_experts_of_4_bits() -> None:
+    base, lora = {"family": "qwen3_moe", "experts": True}, OF_EXPERTS["experts"]
+    gradients = []
+    for compiled in (False, True):
+        model = adapted(base, lora).train()
+        if compiled:
+            liger_dist.compile_layers(model)
+        wrapped = liger_dist.wrap(model, "none")
+        wrapped(**make_batch(0)).loss.backward()
+        gradients.append({name: p.grad for name, p in wrapped.named_parameters() if p.requires_grad})
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient)
+
+
+def quantised_by_bitsandbytes() -> Any:
+    """A model that is built, of which the experts alone are of 4 bits."""
+    from bitsandbytes.nn.parametrize import replace_parameter_4bit
+
+    model: Any = make_model("qwen3_moe", dtype=torch.float32)
+    for layer in model.model.layers:
+        for name in ("gate_up_proj", "down_proj"):
+            replace_parameter_4bit(layer.mlp.experts, name, compress_statistics=True)
+    return peft.get_peft_model(model, peft.LoraConfig(r=2, **OF_EXPERTS["attention"]))
+
+
+def test_experts_that_bitsandbytes_has_quantised(workers_2: Workers) -> None:
+    reference = quantised_by_bitsandbytes()
+    truth = [float(reference(**make_batch(rank)).loss) for rank in range(2)]
+    for rank, (loss, sentence) in enumerate(workers_2.run(loss_and_refusal)):
+        assert loss == pytest.approx(truth[rank], rel=1e-5)
+        assert "gate_up_proj.original is a 4-bit weight" in sentence or "down_proj.original is a 4-bit" in sentence
+
+
+def loss_and_refusal() -> tuple[float, str]:
+    with pytest.raises(liger_dist.LigerDistError) as caught:
+        liger_dist.wrap(quantised_by_bitsandbytes(), "fsdp1")
+    wrapped = liger_dist.wrap(quantised_by_bitsandbytes(), "fsdp2")
+    return float(wrapped(**make_batch(dist.get_rank())).loss.detach()), str(caught.value)
+
+
+def test_experts_are_quantised_before_they_are_sharded(workers_2: Workers) -> None:
+    for sentence in workers_2.run(refused_order):
+        assert "enter four_bit_experts before sharded_loading" in sentence
+
+
+def refused_order() -> str:
+    with liger_dist.sharded_loading(), pytest.raises(liger_dist.LigerDistError) as caught:
+        four_bit("qwen3_moe", experts=True)
+    return str(caught.value)
+
+
+def test_only_formats_of_4_bits_quantise_experts() -> None:
+    from transformers import BitsAndBytesConfig
+
+    with pytest.raises(liger_dist.LigerDistError, match="expected a transformers.BitsAndBytesConfig with load_in_4bit"):
+        with liger_dist.four_bit_experts(BitsAndBytesConfig(load_in_8bit=True)):
+            pass
+
+
+def test_two_experts_parameters_need_grouped_products() -> None:
+    """PEFT's own forward reads the second one without its LoRA."""
+    model = adapted({"family": "qwen3_moe", "experts": True}, OF_EXPERTS["experts"])
+    with pytest.raises(liger_dist.LigerDistError, match="has LoRA on two parameters of experts of 4 bits"):
+        liger_dist.wrap(model, "none", config=liger_dist.WrapConfig(layer_kernels=False))
 
 
 def int8() -> Any:
@@ -282,15 +428,14 @@ def test_loading_shard_by_shard(base: str, workers_2: Workers) -> None:
 def test_a_loaded_model_holds_its_shards_alone(workers_2: Workers) -> None:
     for shares in workers_2.run(shares_of_memory):
         # Rows that two ranks do not divide are a third of a small norm.
-        assert shares == pytest.approx([0.5, 0.5], abs=0.02)
+        assert shares == pytest.approx([0.5, 0.5, 0.5], abs=0.02)
 
 
 def shares_of_memory() -> list[float]:
-    """Bytes of the storages of parameters, over those of the full model: in 4 bits, and not quantised."""
+    """Bytes of the storages of parameters, over those of the full model: in 4 bits, with experts, and not quantised."""
     found = []
-    for quantised in (True, False):
-        with liger_dist.sharded_loading():
-            model = four_bit(quantised=quantised)
+    for base in ({}, {"family": "qwen3_moe", "experts": True}, {"quantised": False}):
+        model = four_bit(**base, in_shards=True)
         held = sum(p.to_local().untyped_storage().nbytes() for p in model.parameters() if isinstance(p, DTensor))
         found.append(held / sum(p.numel() * p.element_size() for p in model.parameters()))
     return found

@@ -21,15 +21,12 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from liger_dist.errors import LigerDistError
 from liger_dist.model.class_swap import swapped
+from liger_dist.model.four_bit_experts import LOADED, READ
 from liger_dist.model.quantized import as_bytes, is_four_bit
 from liger_dist.sharding.mesh import require_process_group
 from liger_dist.sharding.process_groups import compute_device
 
 from .packed_bytes import PackedBytes
-
-_READ = "_is_hf_initialized"
-_LOADED = "_liger_dist_loaded_shards"
-"""on a module: names of its parameters that are shards of :func:`sharded_loading`"""
 
 
 @contextmanager
@@ -64,7 +61,7 @@ def sharded_loading() -> Iterator[None]:
 def _keep_shard(mesh: DeviceMesh, module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
     """Returns the shard of a parameter that a module registers; None to keep the parameter."""
     # The mark says that transformers has read it: others, such as PEFT's, get their values later, on all ranks alike.
-    is_read = getattr(parameter, _READ, False)
+    is_read = getattr(parameter, READ, False)
     if parameter is None or not is_read or parameter.is_meta or isinstance(parameter, DTensor) or parameter.dim() == 0:
         return None
     data: Tensor = parameter.data
@@ -81,8 +78,8 @@ def _keep_shard(mesh: DeviceMesh, module: nn.Module, name: str, parameter: nn.Pa
     shard = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=data.shape, stride=stride)
     result = nn.Parameter(shard, requires_grad=parameter.requires_grad)
     # PEFT reads the kind of quantisation there, and transformers that the parameter has values.
-    vars(result).update(attributes | {_READ: True})
-    vars(module).setdefault(_LOADED, set()).add(name)
+    vars(result).update(attributes | {READ: True})
+    vars(module).setdefault(LOADED, set()).add(name)
     return result
 
 
@@ -90,7 +87,7 @@ def loaded_shards(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     """Yields module name, module and name of each parameter of ``model`` that :func:`sharded_loading` has sharded; of a
     tied one, those of the module that registered it first."""
     for prefix, module in model.named_modules():
-        for name in vars(module).get(_LOADED, ()):
+        for name in vars(module).get(LOADED, ()):
             if isinstance(module._parameters.get(name), DTensor):
                 yield prefix, module, name
 
@@ -132,4 +129,4 @@ class LoadedShards:
             full = nn.Parameter(PackedBytes(data) if is_packed else data, requires_grad=shard.requires_grad)
             for module, name in self._users.pop(shard):
                 module._parameters[name] = full
-                vars(module).get(_LOADED, set()).discard(name)
+                vars(module).get(LOADED, set()).discard(name)

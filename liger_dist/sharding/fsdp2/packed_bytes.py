@@ -13,10 +13,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from liger_dist.errors import LigerDistError
-from liger_dist.model.quantized import SETTINGS, as_bytes, four_bit_layers, is_four_bit, move
+from liger_dist.model.quantized import (
+    SETTINGS,
+    as_bytes,
+    four_bit_layers,
+    four_bit_stacks,
+    is_four_bit,
+    move,
+    move_stack,
+)
 
 _WAY_OUT = "leave frozen weights out (StateDictOptions(ignore_frozen_params=True))"
 _aten = torch.ops.aten
@@ -102,10 +111,8 @@ class PackedBytes(torch.Tensor):
         return None if out is not None else (outputs[0], ())
 
 
-def pack_four_bit_layers(
-    root: nn.Module, kept: Collection[nn.Parameter], device: torch.device, undo: ExitStack
-) -> None:
-    """Moves the weights of 4-bit linear layers to ``device`` and makes them bytes for FSDP2 to shard.
+def pack_four_bits(root: nn.Module, kept: Collection[nn.Parameter], device: torch.device, undo: ExitStack) -> None:
+    """Moves the weights of 4 bits to ``device`` and makes them bytes for FSDP2 to shard.
 
     Args:
         kept: weights that FSDP2 leaves alone.
@@ -118,3 +125,10 @@ def pack_four_bit_layers(
             undo.callback(vars(layer).update, kept_settings)
             undo.callback(setattr, layer, "weight", weight)
             layer.weight = nn.Parameter(PackedBytes(as_bytes(layer, weight)), requires_grad=False)
+    for _, _, stack in four_bit_stacks(root):
+        packed: Any = stack.packed
+        # Those of sharded_loading become such bytes when they are gathered.
+        if packed not in kept and not isinstance(packed.data, DTensor | PackedBytes):
+            move_stack(stack, device)
+            undo.callback(setattr, stack.owner, "original", packed)
+            stack.owner.original = nn.Parameter(PackedBytes(packed.data), requires_grad=False)

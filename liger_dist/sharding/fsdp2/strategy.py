@@ -53,7 +53,7 @@ from liger_dist.sharding.vocab_parallel import check_row_shards, row_shards_of, 
 
 from .forward import ROOT, param_groups, unreduced_gradients, unshard_in_backward
 from .loading import LoadedShards
-from .packed_bytes import pack_four_bit_layers
+from .packed_bytes import pack_four_bits
 from .units import (
     LayersPerUnit,
     Units,
@@ -251,14 +251,14 @@ class FSDP2(FullySharded):
             undo.callback(vars(model).pop, ROOT, None)
         full = self.full_parameters(root) - row_shards
         kept = [name for name, parameter in root.named_parameters() if parameter in full]
-        pack_four_bit_layers(root, full, device, undo)
+        pack_four_bits(root, full, device, undo)
         self._fully_shard(root, model, structure, units, mesh, row_shards, full, loaded)
         if self.float8 == "tensorwise":
             precompute_scales(structure.decoder, undo)
         if initialize is not None:
             materialize(model, initialize, layers=structure.all_layers, device=CPU if self.cpu_offload else device)
         # By name: those on the meta device have been replaced.
-        self.keep_full(map(root.get_parameter, kept))
+        self.keep_full(root, map(root.get_parameter, kept))
         encoders.install(model, structure, mesh=mesh, root=root, undo=undo)
         return outer
 
