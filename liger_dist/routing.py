@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_leaves
 from liger_dist.errors import LigerDistError
 from liger_dist.losses.collectives import require
 from liger_dist.model.documents import moved, shape_of
+from liger_dist.model.four_bit_experts import is_experts
 from liger_dist.model.structure import full_shape
 from liger_dist.model.torch_modes import checkpoint_frames, in_backward, uncompiled, without_dispatch_modes
 
@@ -501,7 +502,7 @@ def _find_routers(model: nn.Module) -> dict[nn.Module, str]:
     found: dict[nn.Module, str] = {}
     for experts in (module for module in names if module in parents and _has_experts(module)):
         routers = _beside(experts, parents)
-        if not _is_of_transformers(experts) and not (routers and _is_in_a_layer(experts, parents)):
+        if not is_experts(experts) and not (routers and _is_in_a_layer(experts, parents)):
             continue  # Other parameters of three dimensions.
         if len({names[router] for router in routers}) != 1:
             found_as = f"{len(routers)} modules" if routers else "no module"
@@ -535,7 +536,7 @@ def _beside(experts: nn.Module, parents: dict[nn.Module, nn.Module]) -> list[nn.
         others = [module for module in around if module is not block]
         by_tokens = by_tokens or [one for one in others if "input_ids" in signature(one.forward).parameters]
         is_layer = block not in parents or isinstance(parents[block], nn.ModuleList)
-        if routers or is_layer or not _is_of_transformers(experts):
+        if routers or is_layer or not is_experts(experts):
             return routers or by_tokens
         block = parents[block]
 
@@ -543,14 +544,10 @@ def _beside(experts: nn.Module, parents: dict[nn.Module, nn.Module]) -> list[nn.
 def _has_experts(module: nn.Module) -> bool:
     """True for a module that holds the weights of several experts: transformers' modules of experts, or others with
     parameters of three dimensions, but for convolutions."""
-    if _is_of_transformers(module):
+    if is_experts(module):
         return True
     own = [p for p in module._parameters.values() if p is not None]
     return not isinstance(module, nn.modules.conv._ConvNd) and sum(len(full_shape(p)) == 3 for p in own) > 0
-
-
-def _is_of_transformers(module: nn.Module) -> bool:
-    return hasattr(module, "is_transposed") and "config" in vars(module)
 
 
 def _selects(module: nn.Module) -> bool:

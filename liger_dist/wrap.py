@@ -18,11 +18,13 @@ from .fused_head.model_loss import FULL_LOGITS, FusedLoss
 from .fused_head.wrapper_redirect import WrapperRedirect
 from .fused_layers import LayerReport, refuse_merged_weights, restore_layers, swap_layers
 from .fused_layers.attention_selection import AttentionSelection, select_attention
+from .fused_layers.experts import warn_of_missing_lora
 from .fused_layers.recurrent import RECURRENT
 from .fused_layers.swap import suspended_forwards
 from .hosts import HOSTS
 from .inspection import inspect_model, shards_sequences
 from .model.compile import compiled_call
+from .model.four_bit_experts import keep_scales_in_state_dict
 from .model.peft import base_model_of
 from .model.quantized import keep_order_of_bytes
 from .model.structure import Structure
@@ -95,6 +97,7 @@ def wrap(
         failure.callback(undo.run, model)
         record = _fuse(outer, model, chosen, found, config, undo)
         keep_order_of_bytes(model, failure)
+        keep_scales_in_state_dict(model, failure)
         failure.push(functools.partial(refuse_half_sharded, model, storage_state(model)))
         initialize = values_of_rank_0(model, failure) if origin.is_rank_0 else origin.initialize
         wrapped = chosen.shard(outer, model, found.structure, initialize=initialize, undo=failure)
@@ -138,6 +141,7 @@ def _fuse(
             compiled=_compiled_layers(found.structure, strategy),
         )
     refuse_merged_weights(model, strategy.name)
+    warn_of_missing_lora(outer, model)
     packing, decoder = found.packing, found.structure.decoder
     attention = select_attention(decoder, packing.wanted, packing.attention_reason)
     undo.add(_restore_attention, attention)

@@ -7,6 +7,7 @@ import itertools
 import json
 import re
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from transformers.utils import (
 )
 
 from liger_dist import LigerDistError
+from liger_dist.model.four_bit_experts import is_experts
 
 from .optimizer import kinds_of
 
@@ -58,7 +60,7 @@ class Base:
     """bytes of the tensors that the model has no parameters for"""
     has_prediction: bool
     """layers of multi-token prediction are among its tensors"""
-    in_linear_layers: int = 0
+    in_four_bits: int = 0
     in_stacks: int = 0
     """parameters of linear layers without lm_head, which 4 bits reach, and of stacks of matrices, such as experts"""
 
@@ -141,12 +143,21 @@ def look_at(folder: Path, model: nn.Module, *, takes_prediction: bool) -> Base:
 
 
 def reach_of_four_bits(model: nn.Module) -> tuple[int, int]:
-    """Counts the parameters that bitsandbytes quantises, those of linear layers but for lm_head, and those of stacks of
-    matrices, which it leaves."""
-    linear = (m.weight for name, m in model.named_modules() if isinstance(m, nn.Linear) and "lm_head" not in name)
-    kinds = kinds_of(model)
-    stacks = sum(p.numel() for name, p in model.named_parameters() if kinds[name] == "matrices")
-    return sum(weight.numel() for weight in linear), stacks
+    """Counts the parameters that ``--load_in_4bit`` quantises, and those of stacks of matrices that it leaves."""
+    reached = list(quantisable(model))
+    kinds, ids = kinds_of(model), set(map(id, reached))
+    left = (p for name, p in model.named_parameters() if kinds[name] == "matrices" and id(p) not in ids)
+    return sum(weight.numel() for weight in reached), sum(p.numel() for p in left)
+
+
+def quantisable(module: nn.Module) -> Iterator[Tensor]:
+    """Yields the weights that ``--load_in_4bit`` quantises: of linear layers under LoRA or without it, but for lm_head,
+    and of transformers' experts."""
+    for name, part in module.named_modules():
+        if isinstance(part, nn.Linear) and ".lora_" not in name and "lm_head" not in name:
+            yield part.weight
+        if is_experts(part):
+            yield from (p for p in part.parameters(recurse=False) if p.dim() == 3)
 
 
 def left_out(held: dict[str, Tensor], model: Any, *, is_quantised: bool) -> dict[str, Tensor]:

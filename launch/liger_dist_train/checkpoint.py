@@ -387,6 +387,8 @@ def reason_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}"
 
 
+FOUR_BIT_EXPERTS = "four_bit_experts"
+"""entry of a description of LoRA: True if experts of a base of 4 bits were, too; those of earlier versions were not"""
 MTP_DEPTH = "mtp_depth"
 """entry of a model's description: number of further tokens that it predicts"""
 
@@ -400,7 +402,7 @@ def describe_model(model_config: Any, tokenization: str, config: TrainConfig, fo
     lora: dict[str, Any] = {}
     if config.lora_rank:
         lora = {name: value for name, value in vars(config).items() if name.startswith("lora") or name == "dora"}
-        lora |= {"load_in_4bit": True, "dtype": config.dtype} if config.load_in_4bit else {}
+        lora |= {"load_in_4bit": True, "dtype": config.dtype, FOUR_BIT_EXPERTS: True} if config.load_in_4bit else {}
         lora |= on_rank_zero(lambda: describe_base(Path(config.model)))
     return {
         "format": format,

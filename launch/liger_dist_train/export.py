@@ -16,11 +16,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from liger_dist import LigerDistError
-from liger_dist.model.quantized import dequantized, four_bit_layers
+from liger_dist.model.quantized import dequantized, four_bit_layers, four_bit_stacks
 from liger_dist.mtp import MultiTokenPrediction, has_prediction
 
 from .bases import FOUR_BIT, format_of, keep_left_out
 from .checkpoint import (
+    FOUR_BIT_EXPERTS,
     MODEL,
     MTP_DEPTH,
     damage_of,
@@ -236,14 +237,15 @@ def _read_base(path: Path, lora: dict[str, Any], base: Path | None, *, merge: bo
             f"{folder} is not the base of the LoRA checkpoint {path}: {difference}. Give the folder with those weights "
             "with --base FOLDER."
         )
-    settings = {name: value for name, value in lora.items() if name != "weights"}
-    config = TrainConfig(**(settings | {"model": str(folder)}))
+    settings = {name: value for name, value in lora.items() if name not in ("weights", FOUR_BIT_EXPERTS)}
+    config, experts = TrainConfig(**(settings | {"model": str(folder)})), merge and FOUR_BIT_EXPERTS in lora
+    reading: dict[str, Any] = {"dtype": weights_dtype(config), "four_bit_on": torch.device("cpu"), "experts": experts}
     if format_of(folder) == FOUR_BIT:
-        model = read_weights(folder, None, weights_dtype(config), four_bit_on=torch.device("cpu"))
+        model = read_weights(folder, None, **reading)
         return add_lora(_dequantized(model) if merge else model, config, has_weights=True)
     model = read_weights(folder, None)
     if config.load_in_4bit and merge:
-        quantised = read_weights(folder, None, weights_dtype(config), four_bit_on=torch.device("cpu"))
+        quantised = read_weights(folder, None, **reading)
         error = _round_to_four_bits(model, quantised)
         print(
             f"the base is the dequantized 4-bit one that the LoRA layers were trained on: its weights differ by "
@@ -257,13 +259,20 @@ def _dequantized(quantised: Any) -> Any:
     """Makes the model in fp32 of one that was read in 4 bits."""
     model: Any = type(quantised)(quantised.config)
     layers = dict(four_bit_layers(quantised))
-    others = {n: t for n, t in quantised.state_dict().items() if n.rpartition(".weight")[0] not in layers}
+    stacks = {name: (module, stack.name) for name, module, stack in four_bit_stacks(quantised)}
+    others = {
+        name: tensor
+        for name, tensor in quantised.state_dict().items()
+        if name.rpartition(".weight")[0] not in layers and not any(f"{name}.".startswith(f"{one}.") for one in stacks)
+    }
     model.float().load_state_dict(others, strict=False)
     with torch.no_grad():
         for name, layer in layers.items():
             values = dequantized(layer.weight, layer.weight.quant_state, torch.float32)
             original = model.get_submodule(name)
             original.weight.copy_(values if isinstance(original, nn.Linear) else values.T)
+        for name, (module, parameter) in stacks.items():
+            model.get_parameter(name).copy_(getattr(module, parameter))
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     # How its names are written, without the format's part of it.
@@ -288,6 +297,11 @@ def _round_to_four_bits(model: Any, quantised: Any) -> float:
         weight = original.weight.detach()
         values = dequantized(layer.weight, layer.weight.quant_state, torch.float32)
         values = values if isinstance(original, nn.Linear) else values.T  # GPT-2's Conv1D is quantised transposed.
+        errors += float((values - weight).double().square().sum())
+        sizes += float(weight.double().square().sum())
+        weight.copy_(values)
+    for name, module, stack in four_bit_stacks(quantised):
+        weight, values = model.get_parameter(name).detach(), getattr(module, stack.name).float()
         errors += float((values - weight).double().square().sum())
         sizes += float(weight.double().square().sum())
         weight.copy_(values)
@@ -383,7 +397,8 @@ def _weights(path: Path, description: dict[str, Any], model: Any, entry: str) ->
             wanted = {name: value for name, value in wanted.items() if name in trained}
         # An average has one name of tied weights.
         names = dict(model.named_parameters()).keys() if entry == "ema" else wanted.keys()
-        load_state({entry: {name: value for name, value in wanted.items() if name in names}}, path)
+        written = _names_in_run(model) if FOUR_BIT_EXPERTS in (description["lora"] or ()) else {}
+        load_state({entry: {written.get(n, n): value for n, value in wanted.items() if n in names}}, path)
         return wanted
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
@@ -396,6 +411,25 @@ def _weights(path: Path, description: dict[str, Any], model: Any, entry: str) ->
         return module if masters is None else module | _named_masters(model, masters, description)
     with deepspeed_names(path):
         found: dict[str, Any] = get_fp32_state_dict_from_zero_checkpoint(str(path), tag="state")
+    return found
+
+
+def _names_in_run(model: Any) -> dict[str, str]:
+    """Returns the names of LoRA's matrices on experts in a run whose experts are of 4 bits, by those in ``model``. PEFT
+    nests its modules around quantised parameters in the order of their names, and around others in the module's."""
+    found = {}
+    for prefix, module in model.named_modules():
+        if not hasattr(module, "parameter_name") or prefix.endswith(".base_layer"):
+            continue
+        nested = [module]
+        while hasattr(nested[-1].base_layer, "parameter_name"):
+            nested.append(nested[-1].base_layer)
+        in_run = sorted(nested, key=lambda one: one.parameter_name, reverse=True)
+        for depth, one in enumerate(nested):
+            here, there = (prefix + ".base_layer" * index for index in (depth, in_run.index(one)))
+            for name, _ in one.named_parameters():
+                if name.startswith("lora_"):
+                    found[f"{here}.{name}"] = f"{there}.{name}"
     return found
 
 

@@ -19,6 +19,7 @@ from liger_dist.fused_layers.packed_calls import is_recurrent
 from liger_dist.model.structure import Structure, find_structure
 from liger_dist_train.head_cost import HeadShapes, head_costs
 
+from .bases import quantisable
 from .config import TrainConfig
 from .deepspeed_engine import deepspeed_settings
 from .expert_needs import Mixture
@@ -153,12 +154,6 @@ def bytes_of_teacher(config: TrainConfig, dims: ParallelDims, teacher_config: An
     return size * (-(-numbers // dims.world_size) + gathered + hidden)
 
 
-def _packed(module: nn.Module) -> list[Tensor]:
-    """Lists the weights that ``--load_in_4bit`` packs: of linear layers under LoRA or without it, but for lm_head."""
-    linears = ((name, part) for name, part in module.named_modules() if isinstance(part, nn.Linear))
-    return [part.weight for name, part in linears if ".lora_" not in name and "lm_head" not in name]
-
-
 @dataclass(frozen=True)
 class Held:
     """Parameters of a model, or of one of its modules."""
@@ -182,7 +177,7 @@ class Held:
     @classmethod
     def of(cls, module: nn.Module, config: TrainConfig, strategy: str) -> Held:
         frozen = {p for p in module.parameters() if not p.requires_grad}
-        packed = [p for p in _packed(module) if p in frozen] if config.load_in_4bit else []
+        packed = [p for p in quantisable(module) if p in frozen] if config.load_in_4bit else []
         others = frozen.difference(packed)
         bytes_of_packed = sum(p.numel() for p in packed) // 2
         return cls(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import fields, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,9 +17,19 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from liger_dist import LigerDistError, WrapConfig, compile_layers, explain, register_attention, sharded_loading, wrap
+from liger_dist import (
+    LigerDistError,
+    WrapConfig,
+    compile_layers,
+    explain,
+    four_bit_experts,
+    register_attention,
+    sharded_loading,
+    wrap,
+)
 from liger_dist.fused_layers.packed_calls import is_recurrent, packing_objection
 from liger_dist.model.compile import reason_against_compiling as compile_is_no_gain
+from liger_dist.model.quantized import four_bit_stacks
 from liger_dist.model.structure import find_structure
 from liger_dist.mtp import MultiTokenPrediction, has_prediction
 from liger_dist.sharding import STRATEGIES
@@ -166,8 +176,8 @@ def build(config: TrainConfig, dims: ParallelDims, model: nn.Module, wrapping: W
     if is_full_first:
         # DoRA's magnitudes are computed from the full weights.
         in_shards = config.load_in_4bit and dims.strategy == "fsdp2" and config.frozen == "shard" and not config.dora
-        with sharded_loading() if in_shards else nullcontext():
-            model = read_model(config, weights_dtype(config) if config.load_in_4bit else torch.float32)
+        dtype = weights_dtype(config) if config.load_in_4bit else torch.float32
+        model = read_model(config, dtype, in_shards=in_shards)
     model_config = model.config
     if dims.expert_parallel > 1:
         model = shard_experts(model, config, dims)
@@ -326,30 +336,42 @@ def _has_weights(folder: Path) -> bool:
 
 
 def read_weights(
-    folder: Path, attention: str | None, dtype: torch.dtype = torch.float32, *, four_bit_on: torch.device | None = None
+    folder: Path,
+    attention: str | None,
+    dtype: torch.dtype = torch.float32,
+    *,
+    four_bit_on: torch.device | None = None,
+    experts: bool = True,
+    in_shards: bool = False,
 ) -> nn.Module:
     """Reads pretrained weights in ``dtype``, from any format that transformers reads.
 
     Args:
         four_bit_on: device on which linear layers are quantised to 4 bits; None to leave them in ``dtype``.
+        experts: with ``four_bit_on``, True to quantise stacks of experts as well.
+        in_shards: True to keep this rank's shards alone.
 
     Raises:
         LigerDistError: files that cannot be read, that lack parameters, or in a format that is not trained on;
             bitsandbytes is not installed.
     """
     options = reading_options(folder, None if four_bit_on is None else quantization(dtype), dtype)
+    reading = ExitStack()
     if four_bit_on is not None:
         options["device_map"] = {"": four_bit_on}
+        reading.enter_context(four_bit_experts(quantization(dtype)) if experts else nullcontext())
+    reading.enter_context(sharded_loading() if in_shards else nullcontext())
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            folder,
-            local_files_only=True,
-            trust_remote_code=False,
-            dtype=dtype,
-            attn_implementation=attention,
-            output_loading_info=True,
-            **options,
-        )
+        with reading:
+            model, report = AutoModelForCausalLM.from_pretrained(
+                folder,
+                local_files_only=True,
+                trust_remote_code=False,
+                dtype=dtype,
+                attn_implementation=attention,
+                output_loading_info=True,
+                **options,
+            )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise LigerDistError(f"the weights in {folder} cannot be read: {error}; get its files again.") from error
     missing = sorted(report["missing_keys"])
@@ -402,7 +424,7 @@ def _sentences(config: TrainConfig, base: Base) -> list[str]:
         dtype = str(weights_dtype(config)).removeprefix("torch.")
         found.append(f"weights: {base.folder} has them in {base.format}; read in {dtype}, exported in floating point")
     if config.load_in_4bit:
-        found += four_bit_sentences(base.in_linear_layers, base.in_stacks, config)
+        found += four_bit_sentences(base.in_four_bits, base.in_stacks, config)
     if base.left_out:
         what = "kept in merged exports as they are" if config.lora_rank else "left out, of exports too"
         what = "not evaluated" if config.eval_only else what
@@ -413,14 +435,14 @@ def _sentences(config: TrainConfig, base: Base) -> list[str]:
     return found
 
 
-def four_bit_sentences(in_linear_layers: int, in_stacks: int, config: TrainConfig) -> list[str]:
-    """Says what ``--load_in_4bit`` does not reach: nothing for a model without stacks of experts."""
+def four_bit_sentences(in_four_bits: int, in_stacks: int, config: TrainConfig) -> list[str]:
+    """Says what ``--load_in_4bit`` does not reach: nothing for a model without such stacks of experts."""
     if not in_stacks:
         return []
     size = in_stacks * weights_dtype(config).itemsize / 2**30
     return [
-        f"--load_in_4bit: {in_linear_layers / 1e9:.2f} billion parameters of linear layers are in 4 bits, "
-        f"{in_stacks / 1e9:.2f} billion of stacked experts are not, and take {size:.1f} GiB"
+        f"--load_in_4bit: {in_four_bits / 1e9:.2f} billion parameters are in 4 bits, {in_stacks / 1e9:.2f} billion of "
+        f"stacked experts that transformers has no interface for are not, and take {size:.1f} GiB"
     ]
 
 
@@ -453,11 +475,11 @@ def wrap_config(config: TrainConfig, wrapping: WrapConfig) -> WrapConfig:
     )
 
 
-def read_model(config: TrainConfig, dtype: torch.dtype) -> nn.Module:
+def read_model(config: TrainConfig, dtype: torch.dtype, *, in_shards: bool = False) -> nn.Module:
     """Reads ``--model`` in ``dtype``, and adds LoRA layers with PEFT's initial values, which depend on ``--seed``
     alone. DoRA's magnitudes are those of the weights that were read."""
     on = device() if config.load_in_4bit else None
-    model = read_weights(Path(config.model), config.attention, dtype, four_bit_on=on)
+    model = read_weights(Path(config.model), config.attention, dtype, four_bit_on=on, in_shards=in_shards)
     if config.lora_rank:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
@@ -563,6 +585,8 @@ def add_lora(model: nn.Module, config: TrainConfig, *, has_weights: bool) -> nn.
             f"--lora_rank needs PEFT, which cannot be imported ({error}); pip install peft."
         ) from error
     targets: Any = config.lora_targets[0] if config.lora_targets == ["all-linear"] else config.lora_targets
+    # PEFT matches ends of names of parameters, but full names of quantised ones.
+    stacks = [name for name, _, stack in four_bit_stacks(model) if targets == "all-linear" or stack.name in targets]
     try:
         found: nn.Module = get_peft_model(
             model,
@@ -572,6 +596,7 @@ def add_lora(model: nn.Module, config: TrainConfig, *, has_weights: bool) -> nn.
                 lora_alpha=config.lora_alpha,
                 lora_dropout=config.lora_dropout,
                 target_modules=targets,
+                target_parameters=stacks or None,
                 use_dora=config.dora,
             ),
         )

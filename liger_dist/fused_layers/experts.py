@@ -13,6 +13,7 @@ Legend: E experts, D hidden, H features of the first projection, r LoRA rank.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -24,7 +25,8 @@ from torch import Tensor, nn
 
 from liger_dist.errors import LigerDistError
 from liger_dist.model.class_swap import swapped
-from liger_dist.model.peft import only_plain_adapter
+from liger_dist.model.four_bit_experts import is_experts
+from liger_dist.model.peft import only_plain_adapter, target_parameters_of
 from liger_dist.model.quantized import four_bit_stack, four_bit_stacks
 from liger_dist.model.torch_modes import is_transformed
 from liger_dist.trials.attributes import Attributes, numbers_of
@@ -95,7 +97,7 @@ def _is_candidate(module: nn.Module) -> bool:
     """True for what transformers' ``use_experts_implementation`` makes."""
     down, packed = module._parameters.get("down_proj"), four_bit_stack(module, "down_proj")
     shape = packed.state.shape if packed is not None else () if down is None else down.shape
-    return hasattr(module, "is_transposed") and len(shape) == 3 and "config" in vars(module)
+    return is_experts(module) and len(shape) == 3
 
 
 def _match(module: Any, backend: Backend) -> ExpertsMatch:
@@ -475,7 +477,7 @@ def _left_to_peft(module: Any, inside: nn.Module) -> Any:
     """
     if _reads_one_without_lora(module, inside) and not module.disable_adapters and not module.merged:
         raise LigerDistError(
-            f"a {type(inside).__name__} has {_ONE_WITHOUT_LORA}. Grouped products cannot be used in this call, because "
+            f"a {type(inside).__name__} {_ONE_WITHOUT_LORA}. Grouped products cannot be used in this call, because "
             "the LoRA matrices are sharded (ZeRO-3), or something has changed since liger_dist.wrap. Use "
             "strategy='fsdp2', or name one of the parameters in target_parameters."
         )
@@ -483,7 +485,7 @@ def _left_to_peft(module: Any, inside: nn.Module) -> Any:
 
 
 _ONE_WITHOUT_LORA = (
-    "LoRA on two parameters of experts of 4 bits, of which PEFT's own forward reads the second one without its LoRA"
+    "has LoRA on two parameters of experts of 4 bits, of which PEFT's own forward reads the second one without its LoRA"
 )
 
 
@@ -511,7 +513,7 @@ def refuse_merged_weights(model: nn.Module, strategy: str) -> None:
             )
         if not isinstance(module, Swapped) and _reads_one_without_lora(module, experts_inside(module)):
             raise LigerDistError(
-                f"{name} has {_ONE_WITHOUT_LORA}; have it added by grouped products (WrapConfig(layer_kernels=True); "
+                f"{name} {_ONE_WITHOUT_LORA}; have it added by grouped products (WrapConfig(layer_kernels=True); "
                 "liger_dist.explain(model) says where that is not possible, and why), or name one of them in "
                 "target_parameters."
             )
@@ -522,6 +524,25 @@ def refuse_merged_weights(model: nn.Module, strategy: str) -> None:
                 "grouped products (WrapConfig(layer_kernels=True); liger_dist.explain(model) says where that is not "
                 "possible, and why)."
             )
+
+
+def warn_of_missing_lora(outer: nn.Module, model: nn.Module) -> None:
+    """Warns of experts of 4 bits that PEFT has not matched: it compares quantised parameters by full names, and others
+    by the ends of their names, to which it translates ``target_modules``."""
+    wanted = target_parameters_of(outer)
+    if not wanted:
+        return
+    around: set[Any] = {(experts_inside(m), m.parameter_name) for m in model.modules() if hasattr(m, "parameter_name")}
+    found = [(name, module, stack.name) for name, module, stack in four_bit_stacks(model) if stack.name in wanted]
+    left = [name for name, module, parameter in found if (module, parameter) not in around]
+    if left:
+        warnings.warn(
+            f"PEFT has no LoRA on {left[0]} and {len(left) - 1} more parameters of experts of 4 bits, though "
+            f"target_parameters has {left[0].rpartition('.')[2]}: it finds quantised ones by their full names alone. "
+            "Pass them before wrap: target_parameters=[name for name, module in base.named_modules() ...], as "
+            "docs/adapters.md shows.",
+            stacklevel=4,
+        )
 
 
 LOW_RANK_EXPERTS = Kind(

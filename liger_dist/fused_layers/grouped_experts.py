@@ -112,12 +112,9 @@ def num_experts(tensors: ExpertTensors, options: ExpertOptions) -> int:
     return int(tensors.up.shape[0] if options.up_state is None else options.up_state.shape[0])
 
 
-def _full(weight: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
-    return weight if state is None else dequantized(weight, state, dtype)
-
-
-def _projection(x_SI: Tensor, weight: Tensor, ends_E: Tensor, *, is_transposed: bool) -> Tensor:
-    return grouped_product(x_SI, weight if is_transposed else weight.transpose(1, 2), ends_E)
+def _projection(x_SI: Tensor, weight: Tensor, state: Any, ends_E: Tensor, *, is_transposed: bool) -> Tensor:
+    full = weight if state is None else dequantized(weight, state, x_SI.dtype)
+    return grouped_product(x_SI, full if is_transposed else full.transpose(1, 2), ends_E)
 
 
 def _low_rank(
@@ -140,16 +137,12 @@ def _forward(
     routing = route(index_TK, num_experts(tensors, options))
     ends, backend = routing.ends_E, options.backend
     x_SD = gather_rows(hidden_TD, routing, backend=backend)
-    up = _full(tensors.up, options.up_state, hidden_TD.dtype)
-    h_SH = _projection(x_SD, up, ends, is_transposed=options.is_transposed)
-    del up
+    h_SH = _projection(x_SD, tensors.up, options.up_state, ends, is_transposed=options.is_transposed)
     up_low = _low_rank(x_SD, tensors.up_a_ErD, tensors.up_b_ErH, options.up_scale, ends)
     del x_SD
     gate: dict[str, Any] = {"options": options.gate, "bias_EH": tensors.up_bias_EH, "backend": backend}
     a_SF = gate_fwd(h_SH, weight_TK, routing, low=up_low, **gate)
-    down = _full(tensors.down, options.down_state, hidden_TD.dtype)
-    y_SD = _projection(a_SF, down, ends, is_transposed=options.is_transposed)
-    del down
+    y_SD = _projection(a_SF, tensors.down, options.down_state, ends, is_transposed=options.is_transposed)
     down_low = _low_rank(a_SF, tensors.down_a_ErF, tensors.down_b_ErD, options.down_scale, ends)
     del a_SF
     bias = None if tensors.down_bias_ED is None else WeightedBias(tensors.down_bias_ED, index_TK, weight_TK)
@@ -173,9 +166,7 @@ def _backward(
     ends, wanted = routing.ends_E, ExpertTensors(*needs.tensors)  # type: ignore[arg-type]
     found: dict[str, Tensor] = {}
     d_y_SD = gather_rows(d_sum_TD, routing, backend=backend)
-    down = _full(tensors.down, options.down_state, hidden_TD.dtype)
-    d_a_SF = _projection(d_y_SD, down, ends, is_transposed=not is_transposed)
-    del down
+    d_a_SF = _projection(d_y_SD, tensors.down, options.down_state, ends, is_transposed=not is_transposed)
     d_down_low = _low_rank(d_y_SD, tensors.down_b_ErD, tensors.down_a_ErF, options.down_scale, ends)
     if kept.down_low_Sr is not None and wanted.down_b_ErD:
         found["down_b_ErD"] = outer_products_with_tokens(
@@ -216,9 +207,7 @@ def _backward(
         del x_SD
     d_hidden_TD = None
     if needs.hidden:
-        up = _full(tensors.up, options.up_state, hidden_TD.dtype)
-        d_x_SD = _projection(d_h_SH, up, ends, is_transposed=not is_transposed)
-        del up
+        d_x_SD = _projection(d_h_SH, tensors.up, options.up_state, ends, is_transposed=not is_transposed)
         d_hidden_TD = combine_rows(d_x_SD, routing, low=_multiplied(d_up_low, ends), backend=backend)
     of_tensors = [found.get(name) if is_wanted else None for name, is_wanted in wanted._asdict().items()]
     return [d_hidden_TD, d_weight_TK.to(weight_TK.dtype) if needs.weight else None, *of_tensors]

@@ -7,9 +7,11 @@ and the parametrization of bitsandbytes, which has the scales, follows when all 
 
 from __future__ import annotations
 
+import io
 import math
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
@@ -22,6 +24,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from liger_dist.errors import LigerDistError
 
 from .class_swap import swapped
+from .quantized import four_bit_stacks
 
 READ = "_is_hf_initialized"
 """on a parameter that transformers has read"""
@@ -82,13 +85,18 @@ def four_bit_experts(quantization: Any) -> Iterator[None]:
         _parametrise(module, name, state)
 
 
+def is_experts(module: nn.Module) -> bool:
+    """True for experts of transformers' interface, whose stacks of matrices :func:`four_bit_experts` quantises."""
+    return hasattr(module, "is_transposed") and "config" in vars(module)
+
+
 def _is_stack(module: nn.Module, parameter: nn.Parameter) -> bool:
     """True for a stack of matrices of transformers' experts that has just been read.
 
     Raises:
         LigerDistError: it is sharded already.
     """
-    is_read = hasattr(module, "is_transposed") and getattr(parameter, READ, False) and not parameter.is_meta
+    is_read = is_experts(module) and getattr(parameter, READ, False) and not parameter.is_meta
     if not is_read or parameter.dim() != 3 or not parameter.is_floating_point():
         return False
     if isinstance(parameter, DTensor):
@@ -118,24 +126,57 @@ def _parametrise(module: nn.Module, name: str, state: Any) -> None:
 
     shards: set[str] = vars(module).get(LOADED, set())
     replace_parameter_4bit_prequantized(module, name, state.as_dict(packed=True), state.absmax.device)
+    owner: Any = module.parametrizations[name]  # type: ignore[index]
     if name in shards:
-        owner: Any = module.parametrizations[name]  # type: ignore[index]
-        owner[0] = _sharded_class()(owner[0].quant_state)
         shards.discard(name)
         vars(owner).setdefault(LOADED, set()).add("original")
+    with ExitStack() as undo:
+        keep_scales_in_state_dict(module, undo)
+        undo.pop_all()
+
+
+def keep_scales_in_state_dict(model: nn.Module, undo: ExitStack) -> None:
+    """Stores the scales of parameters that bitsandbytes has quantised as extra state of their parametrizations.
+    bitsandbytes names them as attributes of the parameter (``down_proj.absmax``), which
+    ``torch.distributed.checkpoint.state_dict`` looks up and does not find."""
+    for _, module, stack in list(four_bit_stacks(model)):
+        if isinstance(stack.owner[0], _stack_class()):
+            continue
+        for key, hook in list(module._state_dict_hooks.items()):
+            if getattr(hook, "func", None) is _bitsandbytes()._parametrized_state_dict_post_hook:
+                undo.callback(module._state_dict_hooks.__setitem__, key, module._state_dict_hooks.pop(key))
+        undo.callback(stack.owner.__setitem__, 0, stack.owner[0])
+        stack.owner[0] = _stack_class()(stack.owner[0].quant_state)
+
+
+def _bitsandbytes() -> Any:
+    return sys.modules["bitsandbytes.nn.parametrize"]
 
 
 @lru_cache(maxsize=1)
-def _sharded_class() -> Any:
-    from bitsandbytes.nn.parametrize import Bnb4bitParametrization
+def _stack_class() -> Any:
+    base: Any = _bitsandbytes().Bnb4bitParametrization
 
-    class ShardedStack(Bnb4bitParametrization):  # type: ignore[misc]
-        """Parametrization that has NaN for values while the bytes are shards: PEFT reads the shape and the device."""
+    class FourBitStack(base):  # type: ignore[misc]
+        """Parametrization of a parameter of 4 bits that has the scales in its extra state."""
+
+        quant_state: Any
 
         def forward(self, packed: Tensor) -> Any:
+            state = self.quant_state
             if isinstance(packed, DTensor):
-                state = self.quant_state
+                # A shard has no values; PEFT reads the shape and the device.
                 return torch.full((), math.nan, dtype=state.dtype, device=packed.device).expand(state.shape)
             return super().forward(packed)
 
-    return ShardedStack
+        def get_extra_state(self) -> Tensor:
+            buffer = io.BytesIO()
+            scales = self.quant_state.as_dict(packed=True)
+            torch.save({name: value.cpu() for name, value in scales.items()}, buffer)
+            return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+
+        def set_extra_state(self, state: Tensor) -> None:
+            scales = torch.load(io.BytesIO(state.cpu().numpy().tobytes()), weights_only=True)
+            self.quant_state = type(self.quant_state).from_dict(scales, device=self.quant_state.absmax.device)
+
+    return FourBitStack

@@ -16,6 +16,7 @@ from training_runs import config_for, metrics_of, write_base
 from transformers import AutoModelForCausalLM
 
 from liger_dist import LigerDistError
+from liger_dist.model.quantized import four_bit_stacks
 from liger_dist_train.distributed import world_size
 from liger_dist_train.export import export
 from liger_dist_train.memory_plan import plan
@@ -25,12 +26,14 @@ from liger_dist_train.run import train
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 FOUR_BITS: dict[str, Any] = SHORT | {"load_in_4bit": True}
+MIXTURE: dict[str, Any] = FOUR_BITS | {"layer_kernels": True}
 
 
-def test_exports(data: Path, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_exports(family: str, data: Path, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Merged into what the 4 bits stand for, the model has the loss of the run; PEFT reads the adapter's files."""
-    base = write_base(cache, tmp_path / "base")
-    changes: dict[str, Any] = {"model": str(base), "learning_rate": 0.05} | FOUR_BITS
+    base = write_base(cache, tmp_path / "base", family=family)
+    changes: dict[str, Any] = {"model": str(base), "learning_rate": 0.05} | MIXTURE
     config = config_for(data, cache, tmp_path / "run", **ALONE, **changes)
     train(config)
     last = metrics_of(tmp_path / "run")[-1]["eval_loss"]
@@ -45,10 +48,45 @@ def test_exports(data: Path, cache: Path, tmp_path: Path, capsys: pytest.Capture
     assert {"adapter_model.safetensors", "adapter_config.json"} <= {f.name for f in (tmp_path / "adapter").iterdir()}
     from liger_dist_train.model import read_weights
 
-    quantised: Any = read_weights(base, None, four_bit_on=torch.device("cpu"))
+    quantised: Any = read_weights(base, None, four_bit_on=torch.device("cpu"), experts=False)
+    for name, stack in (named for named in merged_experts(base) if family == "qwen3_moe"):
+        quantised.get_parameter(name).data.copy_(stack)
     # In evaluation bitsandbytes computes in bf16 on some CPUs.
     loaded = PeftModel.from_pretrained(quantised, str(tmp_path / "adapter")).train()
     assert torch.allclose(loaded(input_ids=ids).logits, merged(input_ids=ids).logits, atol=1e-4)
+
+
+def merged_experts(base: Path) -> list[tuple[str, torch.Tensor]]:
+    """Names of experts, and what their 4 bits stand for."""
+    from liger_dist_train.model import read_weights
+
+    quantised = read_weights(base, None, four_bit_on=torch.device("cpu"))
+    return [(name, getattr(module, stack.name)) for name, module, stack in four_bit_stacks(quantised)]
+
+
+def test_a_mixture_by_strategy(workers_2: Workers, data: Path, cache: Path, tmp_path: Path) -> None:
+    """LoRA on experts of 4 bits, and on linear layers: losses of one process, under FSDP2 loaded shard by shard."""
+    base = write_base(cache, tmp_path / "base", family="qwen3_moe")
+    changes: dict[str, Any] = MIXTURE | {"model": str(base), "learning_rate": 0.05, "steps": 4, "checkpoint_every": 4}
+    train(config_for(data, cache, tmp_path / "none", **ALONE, **changes))
+    expected = [entry["loss"] for entry in metrics_of(tmp_path / "none")]
+    assert len(expected) > 2
+    assert expected[-1] < expected[0]
+    for strategy in ("fsdp2", "ddp"):
+        workers_2.run(train, config_for(data, cache, tmp_path / strategy, strategy=strategy, **changes))
+        found = [entry["loss"] for entry in metrics_of(tmp_path / strategy)]
+        assert found == pytest.approx(expected, rel=1e-4), strategy
+
+
+def test_lora_on_experts_of_4_bits_by_name(data: Path, cache: Path, tmp_path: Path) -> None:
+    base = write_base(cache, tmp_path / "base", family="qwen3_moe")
+    changes: dict[str, Any] = {"model": str(base), "lora_targets": ["q_proj", "down_proj"]} | MIXTURE
+    trained = [
+        name
+        for name, p in engine_of(config_for(data, cache, tmp_path, **ALONE, **changes)).model.named_parameters()
+        if p.requires_grad
+    ]
+    assert {name.split(".lora_")[0].split(".")[-2] for name in trained} == {"self_attn", "mlp"}
 
 
 def bytes_of_4_bits(config: Any) -> tuple[int, int]:
@@ -57,11 +95,9 @@ def bytes_of_4_bits(config: Any) -> tuple[int, int]:
     model_config = find_config(config, 601)
     meta = add_lora(shell(config, model_config), config, has_weights=True)
     (found, *_) = plan(config, parallel_dims_of(config, world_size()), meta, model_config).plans
-    scales = 0
-    for module in model.modules():
-        if isinstance(module, bitsandbytes.nn.Linear4bit):
-            state = module.quant_state
-            scales += bytes_of((state.absmax, state.state2.absmax))
+    states = [m.quant_state for m in model.modules() if isinstance(m, bitsandbytes.nn.Linear4bit)]
+    states += [stack.state for _, _, stack in four_bit_stacks(model)]
+    scales = sum(bytes_of((state.absmax, state.state2.absmax)) for state in states)
     weights = 0
     for parameter in model.parameters():
         local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
@@ -70,11 +106,13 @@ def bytes_of_4_bits(config: Any) -> tuple[int, int]:
 
 
 @pytest.mark.smoke
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 @pytest.mark.parametrize(("strategy", "frozen"), [("fsdp2", "shard"), ("fsdp2", "replicate"), ("ddp", "shard")])
 def test_a_dry_run_knows_4_bits(
-    strategy: str, frozen: str, workers_2: Workers, data: Path, cache: Path, tmp_path: Path
+    strategy: str, frozen: str, family: str, workers_2: Workers, data: Path, cache: Path, tmp_path: Path
 ) -> None:
-    changes: dict[str, Any] = {"model": str(write_base(cache, tmp_path / "base")), "frozen": frozen} | FOUR_BITS
+    base = write_base(cache, tmp_path / "base", family=family)
+    changes: dict[str, Any] = {"model": str(base), "frozen": frozen} | MIXTURE
     for held, planned in workers_2.run(
         bytes_of_4_bits, config_for(data, cache, tmp_path, strategy=strategy, **changes)
     ):

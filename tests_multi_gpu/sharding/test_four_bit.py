@@ -15,6 +15,7 @@ from layouts import zero_settings
 from models import make_batch, make_config, make_model
 from quantized import STORAGES, STRATEGIES, adapted, folder, four_bit, outcomes
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
@@ -181,7 +182,8 @@ def test_no_dequantized_experts_are_kept_for_the_backward(lora: str) -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         loss = model(**make_batch(0)).loss
-    assert kept and not shapes & set(kept)
+    assert kept
+    assert not shapes & set(kept)
     loss.backward()
 
 
@@ -227,6 +229,35 @@ def loss_and_refusal() -> tuple[float, str]:
     return float(wrapped(**make_batch(dist.get_rank())).loss.detach()), str(caught.value)
 
 
+def test_scales_of_experts_are_in_the_state_dict() -> None:
+    """bitsandbytes names them as attributes of the parameter, which torch's checkpoints look for."""
+    for made in (quantised_by_bitsandbytes, lambda: adapted({"family": "qwen3_moe", "experts": True}, {})):
+        model = liger_dist.wrap(made(), "none")
+        state = get_model_state_dict(model)
+        scales = [name for name in state if name.endswith("_extra_state")]
+        assert len(scales) == 4
+        assert all(isinstance(value, Tensor) for value in state.values())
+        values = [getattr(module, stack.name) for _, module, stack in four_bit_stacks(model)]
+        for _, _, stack in four_bit_stacks(model):
+            stack.state.absmax.zero_()
+        # bitsandbytes does not read the scales of linear layers that are there.
+        model.load_state_dict({name: value for name, value in state.items() if ".experts." in name}, strict=False)
+        for value, (_, module, stack) in zip(values, four_bit_stacks(model), strict=True):
+            assert torch.equal(getattr(module, stack.name), value)
+
+
+def test_adapters_on_experts_are_saved(workers_2: Workers) -> None:
+    for names in workers_2.run(names_of_trained):
+        assert len([name for name in names if ".experts." in name]) == 8
+        assert all(".lora_" in name for name in names)
+
+
+def names_of_trained() -> list[str]:
+    model = liger_dist.wrap(adapted({"family": "qwen3_moe", "experts": True}, OF_EXPERTS["experts"]), "fsdp2")
+    options = StateDictOptions(full_state_dict=True, ignore_frozen_params=True)
+    return [name for name in get_model_state_dict(model, options=options) if "_extra_state" not in name]
+
+
 def test_experts_are_quantised_before_they_are_sharded(workers_2: Workers) -> None:
     for sentence in workers_2.run(refused_order):
         assert "enter four_bit_experts before sharded_loading" in sentence
@@ -241,9 +272,11 @@ def refused_order() -> str:
 def test_only_formats_of_4_bits_quantise_experts() -> None:
     from transformers import BitsAndBytesConfig
 
-    with pytest.raises(liger_dist.LigerDistError, match="expected a transformers.BitsAndBytesConfig with load_in_4bit"):
-        with liger_dist.four_bit_experts(BitsAndBytesConfig(load_in_8bit=True)):
-            pass
+    with (
+        pytest.raises(liger_dist.LigerDistError, match="BitsAndBytesConfig with load_in_4bit=True"),
+        liger_dist.four_bit_experts(BitsAndBytesConfig(load_in_8bit=True)),
+    ):
+        pass
 
 
 def test_two_experts_parameters_need_grouped_products() -> None:
@@ -251,6 +284,13 @@ def test_two_experts_parameters_need_grouped_products() -> None:
     model = adapted({"family": "qwen3_moe", "experts": True}, OF_EXPERTS["experts"])
     with pytest.raises(liger_dist.LigerDistError, match="has LoRA on two parameters of experts of 4 bits"):
         liger_dist.wrap(model, "none", config=liger_dist.WrapConfig(layer_kernels=False))
+
+
+def test_experts_that_peft_does_not_match_are_named() -> None:
+    """ "all-linear" has them in a model that is not quantised."""
+    model = adapted({"family": "qwen3_moe", "experts": True}, {})
+    with pytest.warns(UserWarning, match="PEFT has no LoRA on model.layers.0.mlp.experts.down_proj and 3 more"):
+        liger_dist.wrap(model, "none")
 
 
 def int8() -> Any:
