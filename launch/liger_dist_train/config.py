@@ -217,6 +217,11 @@ class TrainConfig(TrainOptions):
         given = [f"--{name} {value}" for name, value in others.items() if value]
         given += ["--lm_head vocab_parallel"] if self.lm_head != "gather" else []
         given += [] if self.reshard_after_forward else ["--reshard_after_forward false"]
+        if self.router_bias_rate and self.lora_rank:
+            raise LigerDistError(
+                f"--router_bias_rate is {self.router_bias_rate} with --lora_rank {self.lora_rank}, whose checkpoints "
+                "have no biases of routers; leave one of them out."
+            )
         if (self.ep or 1) > 1 and given:
             raise LigerDistError(
                 f"--ep is {self.ep} with {', '.join(given)}, which models with experts on several ranks do not have; "
@@ -335,7 +340,7 @@ MINIMA: dict[str, float] = {
     **dict.fromkeys(("shuffle_window", "log_every", "resume_step", "sample_tokens"), 1),
     **dict.fromkeys(("epochs", "lora_alpha", "distillation_temperature"), ABOVE_ZERO),
     **dict.fromkeys(("warmup_steps", "weight_decay", "max_grad_norm", "adam_beta1", "adam_beta2", "adam_epsilon"), 0),
-    **dict.fromkeys(("max_skipped_steps", "ema_decay"), 0),
+    **dict.fromkeys(("max_skipped_steps", "ema_decay", "router_bias_rate"), 0),
     **dict.fromkeys(("lora_rank", "lora_dropout", "early_stopping_patience", "learning_rate", "hard_weight"), 0),
     **dict.fromkeys(("top_k", "soft_weight", "z_loss"), 0),
     **dict.fromkeys(("min_learning_rate_ratio", "checkpoint_every", "keep_checkpoints", "stall_timeout", "seed"), 0),

@@ -39,34 +39,36 @@ class ExpertLoads:
         modules = list(model.modules())
         kinds = {type(module) for module in modules if _records_router(module)}
         recorders = [_recorder(cls) for cls in kinds]
-        self._experts = [m for m in modules if hasattr(m, "is_transposed") and hasattr(m, "num_experts")]
+        self.modules = [m for m in modules if hasattr(m, "is_transposed") and hasattr(m, "num_experts")]
         self._routers: list[nn.Module] = []
-        for module in self._experts if self.num_experts else ():
+        for module in self.modules if self.num_experts else ():
             setattr(module, _PAIRS, torch.zeros(self.num_experts + 1, device=device()))
             module.register_forward_pre_hook(self._count_pairs)
-        for target, index in dict.fromkeys(recorders) if self._experts else ():
+        for target, index in dict.fromkeys(recorders) if self.modules else ():
             for module in (m for m in modules if isinstance(m, target)):
                 if index == 0:
                     setattr(module, _ENTROPY, torch.zeros(2, device=device()))
                     module.register_forward_hook(self._add_entropy)
                     self._routers.append(module)
         self._total_LE: Tensor | None = None
+        self._before_step: Tensor | float = 0.0
         self.token_mask: Tensor | None = None
         """of the running forward: bool, false for padding, which is not counted; None without padding"""
 
     def read(self) -> dict[str, float]:
         """Computes the entries of ``metrics.jsonl`` for the forwards since the last call, over all ranks; none for a
         model without experts. One all-reduce."""
-        if not (self._experts and self.num_experts):
+        if not (self.modules and self.num_experts):
             return {}
-        pairs = torch.stack([getattr(module, _PAIRS) for module in self._experts])
+        pairs = torch.stack([getattr(module, _PAIRS) for module in self.modules])
         entropies = [getattr(module, _ENTROPY) for module in self._routers]
         flat = total_on_device(torch.cat([pairs.flatten(), *entropies]).double())
         pairs, entropies_R2 = flat[: pairs.numel()].view_as(pairs), flat[pairs.numel() :].view(-1, 2)
-        for module in self._experts:
+        for module in self.modules:
             getattr(module, _PAIRS).zero_()
         for module in self._routers:
             getattr(module, _ENTROPY).zero_()
+        self._before_step = 0.0
         counts_LE = pairs[:, :-1]
         if not counts_LE.any():
             return {}
@@ -77,6 +79,12 @@ class ExpertLoads:
             numbers.append((entropies_R2[:, 0] / entropies_R2[:, 1]).mean())
         names = ("experts/max_load", "experts/min_load", "experts/dropped", "experts/router_entropy")
         return dict(zip(names, torch.stack(numbers).tolist(), strict=False))
+
+    def of_step(self) -> Tensor:
+        """Returns this rank's counts since the last call, ``[L, E]``; what names no expert is in none."""
+        now = torch.stack([getattr(module, _PAIRS) for module in self.modules])
+        counts, self._before_step = now - self._before_step, now
+        return counts[:, :-1]
 
     def _count_pairs(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if torch.is_grad_enabled() and len(args) > 1:

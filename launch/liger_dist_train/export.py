@@ -398,7 +398,11 @@ def _weights(path: Path, description: dict[str, Any], model: Any, entry: str) ->
         # An average has one name of tied weights.
         names = dict(model.named_parameters()).keys() if entry == "ema" else wanted.keys()
         written = _names_in_run(model) if FOUR_BIT_EXPERTS in (description["lora"] or ()) else {}
-        load_state({entry: {written.get(n, n): value for n, value in wanted.items() if n in names}}, path)
+        entries = {entry: {written.get(n, n): value for n, value in wanted.items() if n in names}}
+        # An average has no buffers, such as the biases of routers.
+        buffers = dict(model.named_buffers()).keys()
+        entries |= {"model": {n: value for n, value in wanted.items() if n in buffers}} if entry == "ema" else {}
+        load_state({name: values for name, values in entries.items() if values}, path)
         return wanted
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint

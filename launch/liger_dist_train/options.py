@@ -146,6 +146,9 @@ class TrainOptions:
     adam_epsilon: float = option(1e-8, "of AdamW")
     z_loss: float = option(0.0, "factor of the mean squared log-sum-exp of the logits, added to the loss: 1e-4")
     max_grad_norm: float = option(1.0, "gradient clipping; 0 for none")
+    router_bias_rate: float = option(
+        0.0, "mixtures: what a step adds to, or subtracts from, the bias with which a router selects; 0 for none"
+    )
     max_skipped_steps: int = option(
         0, "steps with a loss or gradients of NaN or Inf that are skipped; more end the run"
     )

@@ -22,6 +22,7 @@ from .data_loader import CachedData, Data, collate, token_mask
 from .dataset import Piece, describe_bad_rows
 from .distributed import device, from_rank_zero, gathered, on_rank_zero, rank, total, total_on_device
 from .engine import Engine
+from .expert_biases import ExpertBiases
 from .expert_loads import ExpertLoads
 from .fault_tolerance import Interruption, Watchdog
 from .model import autocast
@@ -93,6 +94,8 @@ class Trainer:
         """of the micro-batches of the last step: what the balance of experts adds to the loss"""
         self._router_coefficient, self._of_router = router_coefficient(engine.model), 1.0
         self.loads = ExpertLoads(engine.model)
+        rate = config.router_bias_rate
+        self._biases = ExpertBiases(engine.model, self.loads, rate) if rate else None
         self.own_loss: Tensor | None = None
         """of the last step: this rank's part of the mean"""
         self.data_state: dict[str, Any] = {}
@@ -148,6 +151,8 @@ class Trainer:
             # Torch misses the optimizer's step where the first one was skipped.
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
             self.schedule.step()
+        if self._biases is not None and not self.was_skipped:
+            self._biases.update()
         tokens = int(read) // self.dims.same_data
         self.progress.step += 1
         self.progress.sequences += self.global_batch_size
