@@ -6,12 +6,12 @@ from ._version import __version__ as __version__
 from .clip import clip_grad_norm_ as clip_grad_norm_
 from .config import WrapConfig as WrapConfig
 from .distillation import distillation_loss as distillation_loss
-from .draft_heads import draft_loss as draft_loss
 from .errors import LigerDistError as LigerDistError
 from .explain import explain as explain
 from .functional import cross_entropy as cross_entropy
 from .functional import linear_cross_entropy as linear_cross_entropy
 from .fused_layers.attention import register_attention as register_attention
+from .head_loss import lm_head_loss as lm_head_loss
 from .losses.draft_vocabulary import draft_labels as draft_labels
 from .losses.outputs import LossOutput as LossOutput
 from .losses.spec import Uncast as Uncast

@@ -49,7 +49,7 @@ class Draft(nn.Module):
 
     def forward(self, inputs: Tensor, labels: Tensor, noted: dict[str, Tensor], **given: Any) -> Tensor:
         """``inputs`` ``[..., D]``; notes the other outputs."""
-        output = liger_dist.draft_loss(self.lm_head, torch.tanh(self.layer(inputs)), labels, **given)
+        output = liger_dist.lm_head_loss(self.lm_head, torch.tanh(self.layer(inputs)), labels, **given)
         if output.divergence is not None:
             assert output.hard_loss is not None
             assert output.entropy is not None
@@ -321,7 +321,7 @@ def vocab_parallel_heads() -> dict[str, float]:
     draft, teacher = liger_dist.wrap(model, strategy), liger_dist.wrap(target, strategy)
     given = {"teacher_hidden": draws[rank][1], "teacher_rows": rows, "divergence": "total_variation"}
     leaf = draws[rank][0].clone().requires_grad_()
-    output = liger_dist.draft_loss(draft.lm_head, leaf, labels[rank], teacher=teacher.lm_head, **given)
+    output = liger_dist.lm_head_loss(draft.lm_head, leaf, labels[rank], teacher=teacher.lm_head, **given)
     output.loss.backward()
     gradients = {"weight": draft.lm_head.weight.grad.full_tensor(), "input": leaf.grad / world}
     truth = {"weight": weight.grad, "input": leaves[rank].grad}
@@ -360,7 +360,7 @@ def test_no_logits_are_kept(divergence: Any) -> None:
         given = {"teacher": head, "teacher_hidden": target_hidden, "teacher_rows": rows, "divergence": divergence}
     budget = 2 * 64 * classes * 4
     with LargestTensor() as largest:
-        liger_dist.draft_loss(draft_head, hidden, labels, **given, memory_budget=budget).loss.backward()
+        liger_dist.lm_head_loss(draft_head, hidden, labels, **given, memory_budget=budget).loss.backward()
     assert largest.bytes <= budget < tokens * classes * 4
     assert draft_head.weight.grad is not None
 
@@ -460,7 +460,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "budget": ({"memory_budget": 0}, "memory_budget is 0"),
     "hidden states": (
         {"hidden_states": torch.ones(3, 7, D + 1, device="cpu")},
-        rf"hidden_states have shape \(3, 7, {D + 1}\) and the draft's lm_head takes {D} features",
+        rf"hidden_states have shape \(3, 7, {D + 1}\) and lm_head takes {D} features",
     ),
     "teacher_hidden": (
         {"teacher_hidden": torch.ones(3, 6, E, device="cpu")},
@@ -468,8 +468,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no hidden states": ({"teacher_hidden": None}, "teacher was given without teacher_hidden"),
     "no teacher": ({"teacher": None}, "teacher_hidden was given without a teacher, so nothing reads it"),
-    "a model": ({"lm_head": nn.Embedding(3, 4, device="cpu")}, "draft_loss was given as lm_head a Embedding; expected"),
-    "a sequence": ({"teacher": nn.Sequential()}, "draft_loss was given as teacher a Sequential; expected an lm_head"),
+    "a model": (
+        {"lm_head": nn.Embedding(3, 4, device="cpu")},
+        "lm_head_loss was given as lm_head a Embedding",
+    ),
+    "a sequence": ({"teacher": nn.Sequential()}, "was given as teacher a Sequential; expected an lm_head"),
 }
 
 
@@ -491,7 +494,7 @@ def test_refused_before_anything_runs(name: str) -> None:
         "teacher_rows": make_rows(),
     }
     with pytest.raises(liger_dist.LigerDistError, match=sentence):
-        liger_dist.draft_loss(**(given | changed))
+        liger_dist.lm_head_loss(**(given | changed))
     assert calls == []
 
 
@@ -507,14 +510,14 @@ def test_refused_heads_and_labels() -> None:
     with pytest.raises(liger_dist.LigerDistError, match=r"labels have dtype torch.float32; expected token ids"):
         liger_dist.draft_labels(on_cpu([1.0]), rows, 10)
     with pytest.raises(liger_dist.LigerDistError, match="lm_head and teacher are one module"):
-        liger_dist.draft_loss(draft.lm_head, inputs, labels, teacher=draft.lm_head, teacher_hidden=inputs)
+        liger_dist.lm_head_loss(draft.lm_head, inputs, labels, teacher=draft.lm_head, teacher_hidden=inputs)
     hook = draft.lm_head.register_forward_hook(lambda *_: None)
     with pytest.raises(liger_dist.LigerDistError, match="has a forward hook, which reads logits"):
-        liger_dist.draft_loss(draft.lm_head, inputs, labels)
+        liger_dist.lm_head_loss(draft.lm_head, inputs, labels)
     hook.remove()
 
     def whole() -> Tensor:
-        return liger_dist.draft_loss(
+        return liger_dist.lm_head_loss(
             draft.lm_head, inputs, labels.clamp(max=10), teacher=head, teacher_hidden=hidden
         ).loss
 
@@ -555,13 +558,13 @@ def rows_of_one_rank() -> str:
     given = {"teacher": target.lm_head, "teacher_hidden": on_device.ones(2, 5, 24), "teacher_rows": rows}
     labels = on_device.zeros(2, 5, dtype=torch.int64)
     with pytest.raises(liger_dist.LigerDistError) as caught:
-        liger_dist.draft_loss(draft.lm_head, on_device.ones(2, 5, 16), labels, **given)
+        liger_dist.lm_head_loss(draft.lm_head, on_device.ones(2, 5, 16), labels, **given)
     return str(caught.value)
 
 
 def test_a_sharded_head_outside_of_its_model_is_refused(workers_2: Workers) -> None:
     for message in workers_2.run(outside_of_the_model):
-        assert "is still sharded in its own forward; call draft_loss in the forward of" in message
+        assert "is still sharded in its own forward; call lm_head_loss in the forward of" in message
 
 
 def outside_of_the_model() -> str:
@@ -569,7 +572,7 @@ def outside_of_the_model() -> str:
     fully_shard(draft)
     inputs, _, ids, _ = make_tokens(0, torch.float32)
     with pytest.raises(liger_dist.LigerDistError) as caught:
-        liger_dist.draft_loss(draft.lm_head, inputs, liger_dist.draft_labels(ids, make_rows(), V))
+        liger_dist.lm_head_loss(draft.lm_head, inputs, liger_dist.draft_labels(ids, make_rows(), V))
     return str(caught.value)
 
 

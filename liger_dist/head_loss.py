@@ -1,7 +1,7 @@
-"""The verb draft_loss: the loss of a draft's lm_head alone, from hidden states of a draft and of its target, without
-full logits of either.
+"""The verb lm_head_loss: the loss of an lm_head alone, from hidden states, without full logits: of a draft and its
+target, or of a model whose forward computes no loss.
 
-Legend: C classes of the draft, V vocabulary of the target, D hidden of the draft, E hidden of the target.
+Legend: C classes of lm_head, V vocabulary of the teacher, D hidden of the lm_head, E hidden of the teacher.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from .sharding.tensor_parallel import TensorParallelAdapter, placed_like
 from .sharding.vocab_parallel import VocabParallel, row_shards_of
 
 NOT_CALLED = (
-    "the forward of {} did not run in the thread of draft_loss; expected one process for each device (DDP instead of "
+    "the forward of {} did not run in the thread of lm_head_loss; expected one process for each device (DDP instead of "
     "nn.DataParallel)."
 )
 
 
-def draft_loss(
+def lm_head_loss(
     lm_head: nn.Module,
     hidden_states: Tensor,
     labels: Tensor,
@@ -57,30 +57,35 @@ def draft_loss(
     hard_weight: float = 0.0,
     teacher_softcap: float | None = None,
     teacher_logit_scale: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
     token_weight: Tensor | None = None,
     num_items_in_batch: Tensor | float | None = None,
     ignore_index: int = -100,
     memory_budget: int | None = None,
 ) -> LossOutput:
-    """Computes the loss of a draft's lm_head, ``(1 - hard_weight) * divergence + hard_weight * cross entropy of the
-    labels``, inside the calls of both lm_heads, where their frameworks have unsharded the weights.
+    """Computes the loss of an lm_head alone, inside its own call: the cross entropy of the labels, or with a teacher
+    ``(1 - hard_weight) * divergence + hard_weight * cross entropy``, inside the calls of both lm_heads, where their
+    frameworks have unsharded the weights.
 
-    Call it in the forward of the draft, and return its ``loss`` from there: DDP, FSDP and ZeRO reduce the gradient of
-    ``lm_head`` as for logits. The target is not trained. The draft's gradients are made in the forward (four products
-    for each chunk of tokens), and the backward scales them.
+    Call it in the forward of the trained model, and return its ``loss`` from there: DDP, FSDP and ZeRO reduce the
+    gradient of ``lm_head`` as for logits. The teacher is not trained; with one the gradients are made in the forward
+    (four products for each chunk of tokens), and the backward scales them.
 
     Args:
-        lm_head: the draft's, an ``nn.Linear`` of C rows, or the FSDP1 unit around one.
-        hidden_states: ``[..., D]``, what ``lm_head`` gets. Several depths are one tensor ``[depths, B, S, D]``.
-        labels: ``[...]`` classes of the draft (:func:`draft_labels`) for the logits at their own positions, which are
-            not shifted, or ``ignore_index`` for tokens without a part in the loss.
-        teacher: the target's lm_head, an ``nn.Linear`` of V rows, or the FSDP1 unit around one; None for the cross
-            entropy of the labels alone.
-        teacher_hidden: ``[..., E]``, the hidden states that predict the same tokens, after the target's final norm.
-        teacher_rows: ``[C]`` token id of the target for each class of the draft, in any order; the target's
+        lm_head: an ``nn.Linear`` of C rows, or the FSDP1 unit around one.
+        hidden_states: ``[..., D]``, what ``lm_head`` gets. Several depths of a draft are one tensor ``[depths, B, S,
+            D]``.
+        labels: ``[...]`` classes for the logits at their own positions, which are not shifted, or ``ignore_index`` for
+            tokens without a part in the loss. For a draft, :func:`draft_labels` makes them of token ids.
+        teacher: the lm_head of a teacher, the target of a draft: an ``nn.Linear`` of V rows, or the FSDP1 unit around
+            one. None for the cross entropy alone.
+        teacher_hidden: ``[..., E]``, the hidden states that predict the same tokens, after the teacher's final norm.
+        teacher_rows: ``[C]`` token id of the teacher for each class of ``lm_head``, in any order; the teacher's
             distribution is the softmax over these rows. None for one vocabulary.
         divergence: as for :func:`distillation_loss`, with ``beta``, ``temperature``, ``hard_weight``,
             ``teacher_softcap`` and ``teacher_logit_scale``.
+        softcap: bound of the logits of ``lm_head``, after their factor ``logit_scale``.
         token_weight: ``[...]``, the labels' shape; multiplies each token's loss, not the divisor.
         num_items_in_batch: divisor of the loss instead of the number of tokens with a label.
         memory_budget: bytes of the buffer of both models' logits; None for 1 GiB.
@@ -94,7 +99,13 @@ def draft_loss(
     """
     given = {"divergence": divergence, "beta": beta, "temperature": temperature, "hard_weight": hard_weight}
     transform = LogitTransform(softcap=teacher_softcap, scale=teacher_logit_scale)
-    spec = LossSpec(ignore_index=ignore_index, token_weight=token_weight, num_items_in_batch=num_items_in_batch)
+    spec = LossSpec(
+        ignore_index=ignore_index,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        token_weight=token_weight,
+        num_items_in_batch=num_items_in_batch,
+    )
     call = _HeadCall(lm_head, hidden_states, labels, spec, Execution(memory_budget=memory_budget))
 
     def check() -> None:
@@ -126,7 +137,7 @@ def draft_loss(
 
 
 class _HeadCall:
-    """A call of a draft's lm_head, in the caller's modes, whose logits carry a loss; see [Note: Zero-width logits and
+    """A call of an lm_head, in the caller's modes, whose logits carry a loss; see [Note: Zero-width logits and
     the upstream side channel]."""
 
     def __init__(
@@ -145,17 +156,15 @@ class _HeadCall:
         Raises:
             LigerDistError: with the value, what was expected and the way out.
         """
-        head = check_lone_head(self.head, "draft_loss was given as lm_head")
+        head = check_lone_head(self.head, "lm_head_loss was given as lm_head")
         if any(not is_of_framework(hook) for hook in head._forward_hooks.values()):
             raise LigerDistError(
-                "the draft's lm_head has a forward hook, which reads logits that draft_loss does not compute; remove "
-                "it."
+                "lm_head has a forward hook, which reads logits that lm_head_loss does not compute; remove it."
             )
         shape, width = tuple(self._hidden_states.shape), head.in_features
         if shape[-1:] != (width,):
             raise LigerDistError(
-                f"hidden_states have shape {shape} and the draft's lm_head takes {width} features; expected [..., "
-                f"{width}]."
+                f"hidden_states have shape {shape} and lm_head takes {width} features; expected [..., {width}]."
             )
         ignored = self._spec.ignore_index
         check_labels(self.labels, tokens_of="hidden states", shape=self._hidden_states.shape[:-1], ignore_index=ignored)
@@ -178,7 +187,7 @@ class _HeadCall:
                 shards.agree_on_call(f"nothing, and refuse it: {error}")
             raise
         if shards is not None:
-            shards.agree_on_call("a draft loss")
+            shards.agree_on_call("a loss of lm_head alone")
 
     def run(self, distillation: Distillation | None) -> LossOutput:
         """Calls lm_head, whose forward computes the loss, and returns it.
@@ -224,8 +233,8 @@ def _adapter_of(head: nn.Module, weight: Tensor, hidden_states: Tensor) -> Any:
         return TensorParallelAdapter()
     if isinstance(weight, DTensor) or weight.dim() != 2:
         raise LigerDistError(
-            f"the weight of the draft's lm_head has shape {tuple(weight.shape)} and is still sharded in its own "
-            "forward; call draft_loss in the forward of the FSDP or DeepSpeed model that has the lm_head."
+            f"the weight of lm_head has shape {tuple(weight.shape)} and is still sharded in its own "
+            "forward; call lm_head_loss in the forward of the FSDP or DeepSpeed model that has the lm_head."
         )
     return Replicated()
 
@@ -241,25 +250,26 @@ def _check_no_teacher(
     named += [] if teacher_rows is None else ["teacher_rows"]
     if named:
         raise LigerDistError(
-            f"{named[0]} was given without a teacher, so nothing reads it; pass teacher, the target's lm_head, or "
-            "leave it out."
+            f"{named[0]} was given without a teacher, so nothing reads it; pass teacher, an lm_head, or leave it out."
         )
 
 
 def _check_teacher(
     call: _HeadCall, teacher: nn.Module, teacher_hidden: Tensor | None, teacher_rows: Tensor | None
 ) -> None:
-    """Refuses an lm_head or hidden states of the target that do not fit those of the draft."""
+    """Refuses an lm_head or hidden states of the teacher that do not fit those of the call."""
     if teacher_hidden is None:
-        raise LigerDistError("teacher was given without teacher_hidden; pass the target's hidden states, [..., E].")
-    head = check_lone_head(without_fsdp1(teacher), "draft_loss was given as teacher")
+        raise LigerDistError(
+            "teacher was given without teacher_hidden; pass the hidden states of its last layer, [..., E]."
+        )
+    head = check_lone_head(without_fsdp1(teacher), "lm_head_loss was given as teacher")
     if head is call.head:
-        raise LigerDistError("lm_head and teacher are one module; pass a copy of the target's lm_head as teacher.")
+        raise LigerDistError("lm_head and teacher are one module; pass a copy of it as teacher.")
     expected = (*call.labels.shape, head.in_features)
     if tuple(teacher_hidden.shape) != expected:
         raise LigerDistError(
             f"teacher_hidden has shape {tuple(teacher_hidden.shape)}; expected {expected}, one hidden state of the "
-            "target for each label."
+            "teacher for each label."
         )
     num_classes = cast(nn.Linear, call.head).out_features
     if teacher_rows is not None:
