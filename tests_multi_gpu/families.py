@@ -225,6 +225,13 @@ def families() -> list[Family]:
     ]
 
 
+def masked_families() -> list[Family]:
+    """Every entry of the masked-LM mapping, whose labels are not shifted."""
+    from transformers.models.auto import modeling_auto
+
+    return [Family("masked", *entry) for entry in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES.items()]
+
+
 @cache
 def families_with_options() -> list[Family]:
     """Every class of models with every option that applies to it."""

@@ -36,8 +36,7 @@ C, V, D, E = 37, 61, 10, 14
 
 def make_rows(*, vocab_size: int = V, classes: int = C, seed: int = 5) -> Tensor:
     """Draws different token ids of the target, in no order."""
-    order = torch.randperm(vocab_size, generator=torch.Generator().manual_seed(seed))
-    return order[:classes].to(compute_device())
+    return on_device.randperm(vocab_size, generator=torch.Generator().manual_seed(seed))[:classes]
 
 
 class Draft(nn.Module):
