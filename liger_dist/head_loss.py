@@ -43,6 +43,7 @@ NOT_CALLED = (
 )
 
 
+@untraced
 def lm_head_loss(
     lm_head: nn.Module,
     hidden_states: Tensor,
@@ -196,7 +197,7 @@ class _HeadCall:
             LigerDistError: the forward did not run in this thread.
         """
         spec = replace(self._spec, distillation=distillation)
-        with self._modes.restored(), forward_of(self.head, untraced(lambda hidden: self._forward(hidden, spec))):
+        with self._modes.restored(), forward_of(self.head, lambda hidden: self._forward(hidden, spec)):
             logits = self._unit(self._hidden_states)
             logits = logits.to_local() if isinstance(logits, DTensor) else logits
             if self._output is None:

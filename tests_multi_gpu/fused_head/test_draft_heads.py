@@ -345,6 +345,61 @@ def test_depths_are_one_loss() -> None:
     assert all(relative_error(g, want) < 1e-6 for g, want in zip(found, wanted, strict=True))
 
 
+class Unrolled(Draft):
+    """A call of the loss for each depth."""
+
+    def forward(self, inputs: Tensor, labels: Tensor, noted: dict[str, Tensor], **given: Any) -> Tensor:
+        losses, hidden = [], inputs
+        for depth in range(3):
+            hidden = torch.tanh(self.layer(hidden))
+            losses.append(0.8**depth * liger_dist.lm_head_loss(self.lm_head, hidden, labels, **given).loss)
+        return torch.stack(losses).sum()
+
+
+@pytest.mark.parametrize("layout", DRAFTS)
+def test_a_call_for_each_depth(layout: str, workers_2: Workers) -> None:
+    if layout.startswith("ZeRO"):
+        pytest.importorskip("deepspeed")
+    for errors in workers_2.run(errors_of_depths, layout):
+        assert_below(errors, 1e-5 if layout.startswith("ZeRO") else 1e-10, layout)
+
+
+def errors_of_depths(layout: str) -> dict[str, float]:
+    dtype = torch.float32 if layout.startswith("ZeRO") else torch.float64
+    draft, head = make_draft(dtype)
+    reference, true_head = copy.deepcopy(draft).double(), copy.deepcopy(head).double()
+    draft.__class__ = Unrolled
+    inputs, hidden, ids, _ = make_tokens(0, torch.float64)  # One batch for all ranks.
+    rows, features, truth = make_rows(), inputs, torch.zeros((), dtype=torch.float64, device=inputs.device)
+    labels = liger_dist.draft_labels(ids, rows, V)
+    target = (hidden @ true_head.weight.T + true_head.bias)[..., rows]
+    for depth in range(3):
+        features = torch.tanh(reference.layer(features))
+        each = divergences(reference.lm_head(features), target, divergence="total_variation")
+        truth = truth + 0.8**depth * each[labels != -100].mean()
+    truth.backward()
+    given = {"teacher": head, "teacher_hidden": hidden.to(dtype), "teacher_rows": rows, "divergence": "total_variation"}
+    root = shard_draft(draft, layout)
+    loss = root(inputs.to(dtype), labels, {}, **given)
+    truths = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
+    found = gradients_of(root, draft, loss, layout)
+    return {"loss": float((loss - truth).abs().detach())} | relative_errors(found, truths)
+
+
+def test_a_compiled_draft() -> None:
+    """The graph ends at the loss, and begins again after it."""
+    draft, head = make_draft(torch.float64)
+    inputs, hidden, ids, _ = make_tokens(0, torch.float64)
+    rows = make_rows()
+    given = {"teacher": head, "teacher_hidden": hidden, "teacher_rows": rows}
+    labels = liger_dist.draft_labels(ids, rows, V)
+    found = []
+    for forward in (draft, torch.compile(draft, backend="aot_eager")):
+        loss = 2.0 * forward(inputs, labels, {}, **given)
+        found.append([loss, *torch.autograd.grad(loss, list(draft.parameters()))])
+    assert all(relative_error(one, other) < 1e-12 for one, other in zip(*found, strict=True))
+
+
 @pytest.mark.parametrize("divergence", [None, *DIVERGENCES])
 def test_no_logits_are_kept(divergence: Any) -> None:
     """No tensor of the step has the logits' size, of the target's vocabulary or of the draft's, and the lm_head of the
