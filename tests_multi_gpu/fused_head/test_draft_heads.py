@@ -8,6 +8,7 @@ import gc
 import weakref
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import on_device
 import pytest
@@ -27,6 +28,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from truth import relative_error
 
 import liger_dist
+from liger_dist.losses.distillation import Teacher
 from liger_dist.sharding.process_groups import compute_device
 from liger_dist_kernels.divergence import DIVERGENCES
 
@@ -597,6 +599,21 @@ def refused_rows() -> None:
     for sentence, rows in wrong.items():
         with pytest.raises(liger_dist.LigerDistError, match=sentence):
             liger_dist.distillation_loss(student, teacher, **make_batch(0), teacher_rows=rows)
+
+
+def test_verify_compares_rows() -> None:
+    with InThisProcess() as here:
+        here.run(verified_rows)
+
+
+def verified_rows() -> None:
+    student, teacher = liger_dist.wrap(make_model("llama"), "none"), liger_dist.wrap(make_teacher().eval(), "none")
+    rows = make_rows(vocab_size=TEACHER_VOCAB, classes=101)
+    batch = make_batch(0) | {"teacher_rows": rows, "divergence": "total_variation"}
+    assert liger_dist.verify(student, batch, teacher=teacher).problems == ()
+    own = Teacher.with_operands
+    with mock.patch.object(Teacher, "with_operands", lambda self, *args: own(replace(self, rows=rows.flip(0)), *args)):
+        assert liger_dist.verify(student, batch, teacher=teacher).problems != ()
 
 
 def test_ranks_that_refuse_rows_end_together(workers_2: Workers) -> None:
