@@ -28,7 +28,7 @@ from .plots import (
     plot_vocabularies,
 )
 from .readme import renewed
-from .report_texts import ADAPTERS, EXPERTS, HYBRIDS, MTP, OVERVIEW, PACKED
+from .report_texts import ADAPTERS, DRAFTS, EXPERTS, HYBRIDS, MTP, OVERVIEW, PACKED
 
 ROOT = Path(__file__).parent.parent
 DOCS, README = ROOT / "docs", ROOT / "README.md"
@@ -422,6 +422,13 @@ def distillation_section(problems: Problems) -> str:
     return "\n".join(parts)
 
 
+def drafts_section(problems: Problems) -> str:
+    """One table for each divergence."""
+    columns = {"ratio": ("ratio", ".2f"), "extra MiB": ("extra MiB", ".0f")}
+    columns |= {name: (name, ".1e") for name in ("loss error", "dW error", "dX error")}
+    return timed_section(DRAFTS, problems, columns, "implementation")
+
+
 def large_section(problems: Problems) -> str:
     """One table for each number of GPUs."""
     parts = [LARGE]
@@ -483,6 +490,7 @@ PARTS: tuple[Part, ...] = (
     ("policy_step", {}, policy_steps_section),
     ("distillation", {"distillation": plot_ratios}, distillation_section),
     ("distillation_step", {}, distillation_steps_section),
+    ("draft_heads", {}, drafts_section),
     ("large_model", {"large_model": plot_steps}, large_section),
 )
 """of the page, in its order: name of the results, plots by name, and section"""

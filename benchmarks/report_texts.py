@@ -66,3 +66,13 @@ lm_head and losses; `losses MiB` is the peak above it. `layer and loss`: time of
 
 ![Time and memory of every depth](plots/mtp.png)
 """
+
+DRAFTS = """
+## Draft heads
+
+`python -m benchmarks.draft_heads`: forward and backward of a divergence between a draft's lm_head of C classes and C
+rows of its target's lm_head, for T tokens of all depths: T x hidden size x C x vocabulary of the target. Bare GEMMs are
+the draft's three products and the target's logits of C classes. "torch" are losses of full logits with softmaxes in
+fp32, as trainers of drafts write them: from all logits of the target, of which the draft's are taken (SpecForge), or
+from a copy of its selected rows (speculators). Extra is the peak memory of a call beyond what was allocated before it.
+"""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from numbers import Real
 from typing import Any, Protocol, cast
 
@@ -18,12 +19,13 @@ from liger_dist_kernels import Divergence, DivergenceOptions, LossOptions
 from .errors import LigerDistError, LogitsNotComputedError
 from .fused_head.call import IGNORE_INDEX
 from .fused_head.distilled import check_logits, intercepted
-from .fused_head.lm_head import FusedLMHead
+from .fused_head.lm_head import ComputesLoss
 from .fused_head.model_loss import FusedLoss
 from .fused_head.outside_calls import aligned_labels, check_distilled, shared_mean
 from .fused_head.recipe import LogitTransform
 from .fused_layers.swap import is_of_framework
 from .losses.distillation import Distillation, Teacher
+from .losses.draft_vocabulary import check_rows
 from .losses.spec import CALL_KEYWORDS, KEYWORDS_OF_MODELS, SMALLEST_TEMPERATURE
 from .model.peft import without_fsdp1
 from .model.structure import is_linear_forward
@@ -33,6 +35,7 @@ from .sharding.fsdp2 import forward as fsdp2_forward
 from .sharding.process_groups import compute_device
 from .sharding.single import Replicated
 from .sharding.tensor_parallel import TensorParallelAdapter
+from .sharding.vocab_parallel import VocabParallel, row_shards_of
 
 
 class DistillationOutput(Protocol):
@@ -61,6 +64,7 @@ def distillation_loss(
     teacher_hidden: Tensor | None = None,
     teacher_softcap: float | None = None,
     teacher_logit_scale: float = 1.0,
+    teacher_rows: Tensor | None = None,
     num_items_in_batch: Tensor | float | None = None,
     **inputs: Any,
 ) -> DistillationOutput:
@@ -79,7 +83,8 @@ def distillation_loss(
         labels: ``[B, S]`` token ids, ``-100`` where a token has no part in the loss. As for any call of the student
             they are shifted: the divergence at position s counts if ``labels[:, s + 1]`` is a token.
         divergence: "forward_kl" (of the student from the teacher, Hinton et al. 2015, arXiv:1503.02531), "reverse_kl"
-            (arXiv:2306.08543) or "jsd" (arXiv:2306.13649, equation 1), over the classes that both vocabularies have.
+            (arXiv:2306.08543), "jsd" (arXiv:2306.13649, equation 1) or "total_variation" (half of the sum of absolute
+            differences), over the classes that both vocabularies have.
         beta: weight of the teacher in the mixture of "jsd", between 0 and 1.
         temperature: divisor of the logits of both in the divergence, which is not multiplied by its square.
         hard_weight: weight of the cross entropy of the labels, in [0, 1], at temperature 1.
@@ -88,6 +93,9 @@ def distillation_loss(
         teacher_hidden: ``[B, S, E]``, hidden states of the teacher's last layer, after its final norm.
         teacher_softcap: with ``teacher_hidden``, bound of the teacher's logits.
         teacher_logit_scale: with ``teacher_hidden``, factor of the teacher's logits.
+        teacher_rows: ``[C]``, for a student whose lm_head has C rows of the teacher's vocabulary (a draft head): the
+            teacher's token id of each, in any order. The teacher's distribution is then the softmax over these rows.
+            ``labels`` are classes of the student: :func:`draft_labels` makes them of token ids.
         num_items_in_batch: divisor of the loss instead of the number of tokens with a label.
         inputs: ``input_ids``, ``attention_mask`` and other arguments that both models take (encoder-decoders:
             ``decoder_input_ids`` too); ``token_weight``, ``shift_labels`` and ``ignore_index`` go to the student
@@ -108,12 +116,15 @@ def distillation_loss(
     loss = _loss_of(student, "student")
 
     def check_teacher() -> None:
-        _check_options(options)
-        _check_transform(transform, teacher_hidden, teacher_inputs)
+        check_divergence(options)
+        check_transform(transform, teacher_hidden, teacher_inputs)
         _check_teacher(student, teacher, labels, teacher_hidden)
+        if teacher_rows is not None:
+            num_classes = loss.structure.vocab_size
+            check_rows(teacher_rows, vocab_size=_classes(teacher), name="teacher_rows", num_classes=num_classes)
 
     check_distilled(loss, inner_model(student), call, check_teacher)
-    running = _StudentCall(student, call, loss, options)
+    running = _StudentCall(student, call, loss, options, teacher_rows)
     given = dict(inputs if teacher_inputs is None else teacher_inputs)
     given = {name: value for name, value in given.items() if name not in _STUDENT_KEYWORDS}
     try:
@@ -121,7 +132,7 @@ def distillation_loss(
             if teacher_hidden is None:
                 stack.enter_context(_intercepted(teacher, running, given, labels))
             else:
-                stack.enter_context(intercepted(without_fsdp1(teacher), running, _full_linear, transform))
+                stack.enter_context(intercepted(without_fsdp1(teacher), running, full_linear, transform))
             stack.enter_context(torch.no_grad())
             output = teacher(**given) if teacher_hidden is None else teacher(teacher_hidden)
     except LogitsNotComputedError as error:
@@ -144,26 +155,47 @@ def distillation_loss(
 _STUDENT_KEYWORDS = (*CALL_KEYWORDS, *KEYWORDS_OF_MODELS)
 
 
+def _classes(teacher: nn.Module) -> int:
+    """Returns the number of rows of the lm_head of ``teacher``, a wrapped model or an lm_head alone."""
+    head = without_fsdp1(teacher)
+    return head.out_features if isinstance(head, nn.Linear) else _loss_of(teacher, "teacher").structure.vocab_size
+
+
+class CallerModes:
+    """Gradient and autocast modes of the caller, while a teacher runs in others."""
+
+    def __init__(self) -> None:
+        self._computes_gradients = torch.is_grad_enabled()
+        types = ("cpu", compute_device().type)
+        self._autocast = {t: (torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in types}
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Within, the modes are those of the caller."""
+        with ExitStack() as stack:
+            stack.enter_context(torch.set_grad_enabled(self._computes_gradients))
+            for device_type, (enabled, dtype) in self._autocast.items():
+                stack.enter_context(torch.autocast(device_type, enabled=enabled, dtype=dtype))
+            yield
+
+
 class _StudentCall:
     """Runs the student when the teacher's lm_head is called; see [Note: The student runs inside the teacher's
     lm_head]. In the caller's modes: a teacher's engine may have set others."""
 
-    def __init__(self, student: nn.Module, call: dict[str, Any], loss: FusedLoss, options: dict[str, Any]) -> None:
+    def __init__(
+        self, student: nn.Module, call: dict[str, Any], loss: FusedLoss, options: dict[str, Any], rows: Tensor | None
+    ) -> None:
         self._student, self._call, self._loss, self._options = student, call, loss, options
-        self._computes_gradients = torch.is_grad_enabled()
-        types = ("cpu", compute_device().type)
-        self._autocast = {t: (torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in types}
+        self._rows, self._modes = rows, CallerModes()
         self._output: Any = None
         self.vocab_size = 0
         """of the teacher, once it has called its lm_head"""
 
     def __call__(self, teacher: Teacher) -> None:
         self.vocab_size = len(teacher.weight)
-        with ExitStack() as stack:
-            stack.enter_context(self._loss.mode(Distillation(teacher=teacher, **self._options)))
-            stack.enter_context(torch.set_grad_enabled(self._computes_gradients))
-            for device_type, (enabled, dtype) in self._autocast.items():
-                stack.enter_context(torch.autocast(device_type, enabled=enabled, dtype=dtype))
+        mode = Distillation(teacher=replace(teacher, rows=self._rows), **self._options)
+        with self._loss.mode(mode), self._modes.restored():
             self._output = self._student(**self._call)
 
     def result(self, teacher: nn.Module) -> DistillationOutput:
@@ -226,8 +258,10 @@ def _intercepted(
         yield
 
 
-def _full_linear(hidden_states: Tensor, head: Head) -> FullHead:
+def full_linear(hidden_states: Tensor, head: Head) -> FullHead:
     """Input, weight and bias of an lm_head without a model, inside its own forward."""
+    if row_shards_of(head) is not None:
+        return VocabParallel().full_head(hidden_states, head)
     if isinstance(head.weight, DTensor):
         return TensorParallelAdapter().full_head(hidden_states, head)
     return Replicated().full_head(hidden_states, head)
@@ -246,7 +280,7 @@ def _loss_of(model: nn.Module, role: str) -> FusedLoss:
     return record.loss
 
 
-def _check_options(options: dict[str, Any]) -> None:
+def check_divergence(options: dict[str, Any]) -> None:
     """Refuses options of the divergence that are out of their range."""
     for name in ("beta", "temperature", "hard_weight"):
         if not isinstance(options[name], Real):
@@ -264,7 +298,7 @@ def _check_options(options: dict[str, Any]) -> None:
         raise LigerDistError(f"beta is {beta} and divergence is {options['divergence']!r}; beta is of 'jsd' alone.")
 
 
-def _check_transform(
+def check_transform(
     transform: LogitTransform, teacher_hidden: Tensor | None, teacher_inputs: Mapping[str, Any] | None
 ) -> None:
     """Refuses arguments that another one makes meaningless."""
@@ -303,17 +337,7 @@ def _check_teacher(student: nn.Module, teacher: nn.Module, labels: Tensor, teach
 
 
 def _check_lm_head(student: nn.Module, teacher: nn.Module, labels: Tensor, teacher_hidden: Tensor) -> None:
-    head = without_fsdp1(teacher)
-    forward = vars(head).get("forward", type(head).forward)
-    is_linear = isinstance(head, nn.Linear) and (
-        forward is nn.Linear.forward or isinstance(head, FusedLMHead) or is_linear_forward(forward)
-    )
-    if not is_linear:
-        raise LigerDistError(
-            f"teacher_hidden was given and the teacher is a {type(head).__name__}; expected its lm_head, a "
-            "torch.nn.Linear with its own forward, or the FSDP unit around one. Pass a copy of "
-            "teacher.get_output_embeddings()."
-        )
+    head = check_lone_head(without_fsdp1(teacher), "teacher_hidden was given and the teacher is")
     if any(module is head for module in student.modules()):
         raise LigerDistError("the teacher's lm_head is a module of the student; pass a copy of it.")
     if teacher_hidden.shape[:-1] != labels.shape:
@@ -326,6 +350,25 @@ def _check_lm_head(student: nn.Module, teacher: nn.Module, labels: Tensor, teach
             f"teacher_hidden has {teacher_hidden.shape[-1]} features and the teacher's lm_head takes "
             f"{head.in_features}; expected the states of its last layer."
         )
+
+
+def check_lone_head(head: nn.Module, given: str) -> nn.Linear:
+    """Returns ``head``, an lm_head without its model.
+
+    Args:
+        given: start of the message, up to its class.
+
+    Raises:
+        LigerDistError: it is not an ``nn.Linear`` with its own forward.
+    """
+    forward = vars(head).get("forward", type(head).forward)
+    is_own = forward is nn.Linear.forward or isinstance(head, ComputesLoss) or is_linear_forward(forward)
+    if not isinstance(head, nn.Linear) or not is_own:
+        raise LigerDistError(
+            f"{given} a {type(head).__name__}; expected an lm_head, a torch.nn.Linear with its own forward, or the "
+            "FSDP unit around one. Pass a copy of the model's get_output_embeddings()."
+        )
+    return head
 
 
 def loss_of_full_logits(student: nn.Module, teacher: nn.Module, batch: dict[str, Any]) -> Tensor:
@@ -346,6 +389,8 @@ def loss_of_full_logits(student: nn.Module, teacher: nn.Module, batch: dict[str,
             other = teacher(**of_teacher).logits
         else:
             other = teacher(options["teacher_hidden"])
+    if options.get("teacher_rows") is not None:
+        other = other.index_select(-1, options["teacher_rows"].to(other.device))
     logits = student(**inputs).logits
     dtype = torch.promote_types(logits.dtype, torch.float32)
     valid = labels != given.get("ignore_index", IGNORE_INDEX)
@@ -368,6 +413,7 @@ OPTIONS = (
     "teacher_hidden",
     "teacher_softcap",
     "teacher_logit_scale",
+    "teacher_rows",
 )
 """arguments of :func:`distillation_loss` that are not the student's"""
 
@@ -392,6 +438,8 @@ def _divergence_of_logits(logits: Tensor, other: Tensor, options: dict[str, Any]
         return kl(log_p, log_q)
     if divergence == "reverse_kl":
         return kl(log_q, log_p)
+    if divergence == "total_variation":
+        return 0.5 * torch.sum((log_p.exp() - log_q.exp()).abs(), -1)
     log_m = torch.logaddexp(log_p + math.log(beta), log_q + math.log(1.0 - beta))
     of_student = (1.0 - beta) * kl(log_q, log_m)
     return of_student + beta * kl(log_p, log_m)

@@ -170,7 +170,7 @@ def _reason(model: nn.Module, decoder: nn.Module, layers: Any) -> str | None:
     for name, module in (pair for layer in layers for pair in layer.named_modules()):
         if isinstance(module, nn.Conv1d | nn.RNNBase):
             return f"its layers mix tokens by a {type(module).__name__} ({name})"
-    if getattr(config, "use_bidirectional_attention", False):
+    if getattr(config, "use_bidirectional_attention", False) or not getattr(config, "is_causal", True):
         return "its attention is not causal"
     learned = [name for name, module in decoder.named_modules() if _is_position_embedding(name, module)]
     if learned or "position_ids" not in inspect.signature(decoder.forward).parameters:

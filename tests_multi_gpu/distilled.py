@@ -38,6 +38,8 @@ def divergences(
         return F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
     if divergence == "reverse_kl":
         return F.kl_div(log_p, log_q, reduction="none", log_target=True).sum(-1)
+    if divergence == "total_variation":
+        return (log_p.exp() - log_q.exp()).abs().sum(-1) / 2
     log_m = torch.logaddexp(log_p + math.log(beta), log_q + math.log(1.0 - beta))
     of_teacher = F.kl_div(log_m, log_p, reduction="none", log_target=True).sum(-1)
     return beta * of_teacher + (1.0 - beta) * F.kl_div(log_m, log_q, reduction="none", log_target=True).sum(-1)
@@ -170,6 +172,8 @@ def true_sum(
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     with torch.no_grad():
         teacher_logits = true_teacher(**inputs, use_cache=False).logits[:, :-1].flatten(0, 1)
+    rows = options.pop("teacher_rows", None)
+    teacher_logits = teacher_logits if rows is None else teacher_logits[:, rows.to(teacher_logits.device)]
     logits = reference(**inputs, use_cache=False).logits[:, :-1].flatten(0, 1)
     each = divergences(logits, teacher_logits, **options)
     hard = F.cross_entropy(logits, labels, reduction="none")

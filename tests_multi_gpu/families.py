@@ -93,6 +93,9 @@ FAMILIES: dict[str, Hints] = {
     "bamba": Hints(config={"attn_layer_indices": [1]}),
     "blip": Hints(inputs=IMAGE),
     "deepseek_v2": Hints(config={"num_experts_per_tok": 2}),
+    "diffusion_gemma": Hints(
+        config={"text_config": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}}
+    ),
     "dots1": Hints(config={"n_routed_experts": 4, "num_experts_per_tok": 2}),
     "encoder-decoder": Hints(config={"pad_token_id": 0}),
     "falcon_h1": Hints(config={"mamba_d_ssm": 64, "mamba_d_head": 16}),
@@ -220,6 +223,13 @@ def families() -> list[Family]:
         for mapping, entries in mappings.items()
         for name, model_class in entries.items()
     ]
+
+
+def masked_families() -> list[Family]:
+    """Every entry of the masked-LM mapping, whose labels are not shifted."""
+    from transformers.models.auto import modeling_auto
+
+    return [Family("masked", *entry) for entry in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES.items()]
 
 
 @cache

@@ -9,9 +9,11 @@ block may have fewer columns, and the others have no part in the divergence.
 - "reverse_kl": ``sum q log(q / p)`` (Gu et al. 2024, "MiniLLM", arXiv:2306.08543); ``q (log(q / p) - divergence)``.
 - "jsd": ``beta sum p log(p / m) + (1 - beta) sum q log(q / m)`` with ``m = beta p + (1 - beta) q`` (Agarwal et al.
   2024, "GKD", arXiv:2306.13649, equation 1); ``(1 - beta) q (log(q / m) - sum q log(q / m))``.
+- "total_variation": ``sum |p - q| / 2``, 1 minus the probability that speculative sampling accepts a token of the
+  student (Leviathan et al. 2023, arXiv:2211.17192, section 3.2); with ``s = sign(q - p) / 2``: ``q (s - sum q s)``.
 
-Two sweeps over the logits for a KL divergence: the statistics, then the gradient. A third one in between for the JSD,
-whose mixture needs both log-sum-exps.
+Two sweeps over the logits for a KL divergence: the statistics, then the gradient. A third one in between for the
+others, which need both log-sum-exps.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ from .logit_rows import (
 )
 from .options import LossOptions
 
-Divergence = Literal["forward_kl", "reverse_kl", "jsd"]
+Divergence = Literal["forward_kl", "reverse_kl", "jsd", "total_variation"]
 DIVERGENCES: tuple[Divergence, ...] = get_args(Divergence)
 
 
@@ -124,11 +126,11 @@ def _divergence_bwd_kernel(
     LANES: tl.constexpr, VECTOR: tl.constexpr, ALIGNED: tl.constexpr, TAIL: tl.constexpr, FP64: tl.constexpr,
     STUDENT_TRANSFORMS: tl.constexpr, STUDENT_SOFTCAP: tl.constexpr, TEACHER_TRANSFORMS: tl.constexpr,
     TEACHER_SOFTCAP: tl.constexpr, FORWARD: tl.constexpr, REVERSE: tl.constexpr,
-    HAS_HARD: tl.constexpr,
+    VARIATION: tl.constexpr, HAS_HARD: tl.constexpr,
 ):  # fmt: skip
     STUDENT: tl.constexpr = Flags(LANES, VECTOR, ALIGNED, TAIL, FP64, STUDENT_TRANSFORMS, STUDENT_SOFTCAP)
     TEACHER: tl.constexpr = Flags(LANES, VECTOR, ALIGNED, TAIL, FP64, TEACHER_TRANSFORMS, TEACHER_SOFTCAP)
-    FLAGS: tl.constexpr = PairFlags(FORWARD, REVERSE, STUDENT, TEACHER)
+    FLAGS: tl.constexpr = PairFlags(FORWARD, REVERSE, VARIATION, STUDENT, TEACHER)
     row = tl.program_id(0).to(tl.int64)
     offs_v = tl.program_id(1) * LANES * VECTOR + tile_offsets(STUDENT)
     mask_v = offs_v < whole_vectors(V, STUDENT)
@@ -235,6 +237,7 @@ def pair_arguments(
         "FP64": statistics_dtype(dtype) == torch.float64,
         "FORWARD": options.divergence == "forward_kl",
         "REVERSE": options.divergence == "reverse_kl",
+        "VARIATION": options.divergence == "total_variation",
         "inverse_temperature": student["inverse_temperature"],
         "student_scale": student["scale"],
         "student_softcap": student["softcap"],
@@ -277,6 +280,8 @@ def divergence_bwd_reference(
     q_TV = log_q_TV.exp()
     if options.divergence == "forward_kl":
         common_TV = q_TV - log_p_TV.exp()
+    elif options.divergence == "total_variation":
+        common_TV = q_TV * (0.5 * torch.sign(q_TV - log_p_TV.exp()) - terms.expectation_T[:, None])
     else:
         other_TV = log_p_TV if options.divergence == "reverse_kl" else log_m_TV
         common_TV = torch.where(q_TV == 0, 0.0, q_TV * (log_q_TV - other_TV - terms.expectation_T[:, None]))

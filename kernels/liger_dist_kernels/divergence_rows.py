@@ -30,6 +30,7 @@ class PairFlags(NamedTuple):
 
     FORWARD: tl.constexpr
     REVERSE: tl.constexpr
+    VARIATION: tl.constexpr
     STUDENT: tl.constexpr
     TEACHER: tl.constexpr
 
@@ -88,7 +89,8 @@ def _moved(max_x, anchor_x, sum_x):
 def _moved_dot(
     dot, student_sum, student_shift, student_shrink, teacher_sum, teacher_shift, teacher_shrink, FLAGS: tl.constexpr
 ):
-    """Moves the sum of exponentials times the difference of both logits to the new maxima; leaves the JSD's 0."""
+    """Moves the sum of exponentials times the difference of both logits to the new maxima; leaves the 0 of other
+    divergences than KL."""
     if FLAGS.FORWARD:
         dot = shrunk(teacher_shrink, dot, teacher_sum, teacher_shift - student_shift)
     if FLAGS.REVERSE:
@@ -165,9 +167,15 @@ def log_of_mixture(p, q, beta):
 
 
 @triton.jit
+def half_sign(x):
+    """Computes ``sign(x) / 2``."""
+    return tl.where(x > 0.0, 0.5, tl.where(x < 0.0, -0.5, 0.0))
+
+
+@triton.jit
 def mixture_of_piece(pair, first, last, softmax, beta, PIECE: tl.constexpr, FLAGS: tl.constexpr):
-    """Computes ``sum q log(q / m)`` and ``sum p log(p / m)`` over the columns ``[first, last)``, at most PIECE of
-    them."""
+    """Computes the two sums of :func:`.divergence_terms.divergence_mixture` over the columns ``[first, last)``, at most
+    PIECE of them."""
     LANES: tl.constexpr = FLAGS.STUDENT.LANES
     dtype = tl.float64 if FLAGS.STUDENT.FP64 else tl.float32
     offs = tile_offsets(FLAGS.STUDENT)
@@ -177,11 +185,15 @@ def mixture_of_piece(pair, first, last, softmax, beta, PIECE: tl.constexpr, FLAG
         student, teacher = load_pair(pair, first + start + offs, last, FLAGS)
         q = probability(student, softmax.student_max, log2_of(softmax.student_log_total))
         p = probability(teacher, softmax.teacher_max, log2_of(softmax.teacher_log_total))
-        log_mixture = log_of_mixture(p, q, beta)
-        log_q = student - softmax.student_max - softmax.student_log_total
-        log_p = teacher - softmax.teacher_max - softmax.teacher_log_total
-        of_student += tl.sum(tl.where(q == 0.0, 0.0, q * (log_q - log_mixture)), 1)
-        of_teacher += tl.sum(tl.where(p == 0.0, 0.0, p * (log_p - log_mixture)), 1)
+        if FLAGS.VARIATION:
+            of_student += tl.sum(q * half_sign(q - p), 1)
+            of_teacher += tl.sum(tl.abs(q - p), 1) * 0.5
+        else:
+            log_mixture = log_of_mixture(p, q, beta)
+            log_q = student - softmax.student_max - softmax.student_log_total
+            log_p = teacher - softmax.teacher_max - softmax.teacher_log_total
+            of_student += tl.sum(tl.where(q == 0.0, 0.0, q * (log_q - log_mixture)), 1)
+            of_teacher += tl.sum(tl.where(p == 0.0, 0.0, p * (log_p - log_mixture)), 1)
     return tl.sum(of_student), tl.sum(of_teacher)
 
 
@@ -203,6 +215,8 @@ def divergence_gradient(
     p = probability(teacher, softmax.teacher_max, log2_of(softmax.teacher_log_total))
     if FLAGS.FORWARD:
         gradient = q - p
+    elif FLAGS.VARIATION:
+        gradient = q * (half_sign(q - p) - expectation)
     else:
         log_p = teacher - softmax.teacher_max - softmax.teacher_log_total
         other = log_p if FLAGS.REVERSE else log_of_mixture(p, q, beta)

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""Sweeps that compute the terms of a divergence: its statistics, and the mixture of "jsd". See :mod:`.divergence`.
+"""Sweeps that compute the terms of a divergence: its statistics, and the sums that need those. See :mod:`.divergence`.
 
 Legend: T tokens, V classes, G slices of the vocabulary, F fields.
 """
@@ -45,6 +45,9 @@ from .logit_rows import (
     transformed,
 )
 
+OF_PROBABILITIES: tuple[Divergence, ...] = ("jsd", "total_variation")
+"""divergences that need both models' probabilities, and :func:`divergence_mixture` for them"""
+
 
 @triton.jit(**ANY_LENGTH)
 def _divergence_statistics_kernel(
@@ -53,10 +56,11 @@ def _divergence_statistics_kernel(
     LANES: tl.constexpr, VECTOR: tl.constexpr, ALIGNED: tl.constexpr, TAIL: tl.constexpr, FP64: tl.constexpr,
     STUDENT_TRANSFORMS: tl.constexpr, STUDENT_SOFTCAP: tl.constexpr, TEACHER_TRANSFORMS: tl.constexpr,
     TEACHER_SOFTCAP: tl.constexpr, FORWARD: tl.constexpr, REVERSE: tl.constexpr,
+    VARIATION: tl.constexpr,
 ):  # fmt: skip
     STUDENT: tl.constexpr = Flags(LANES, VECTOR, ALIGNED, TAIL, FP64, STUDENT_TRANSFORMS, STUDENT_SOFTCAP)
     TEACHER: tl.constexpr = Flags(LANES, VECTOR, ALIGNED, TAIL, FP64, TEACHER_TRANSFORMS, TEACHER_SOFTCAP)
-    FLAGS: tl.constexpr = PairFlags(FORWARD, REVERSE, STUDENT, TEACHER)
+    FLAGS: tl.constexpr = PairFlags(FORWARD, REVERSE, VARIATION, STUDENT, TEACHER)
     row = tl.program_id(0).to(tl.int64)
     pair = Pair(
         row_of(student_ptr, row, stride_student_t, STUDENT),
@@ -81,10 +85,11 @@ def _divergence_mixture_kernel(
     LANES: tl.constexpr, VECTOR: tl.constexpr, ALIGNED: tl.constexpr, TAIL: tl.constexpr, FP64: tl.constexpr,
     STUDENT_TRANSFORMS: tl.constexpr, STUDENT_SOFTCAP: tl.constexpr, TEACHER_TRANSFORMS: tl.constexpr,
     TEACHER_SOFTCAP: tl.constexpr, FORWARD: tl.constexpr, REVERSE: tl.constexpr,
+    VARIATION: tl.constexpr,
 ):  # fmt: skip
     STUDENT: tl.constexpr = Flags(LANES, VECTOR, ALIGNED, TAIL, FP64, STUDENT_TRANSFORMS, STUDENT_SOFTCAP)
     TEACHER: tl.constexpr = Flags(LANES, VECTOR, ALIGNED, TAIL, FP64, TEACHER_TRANSFORMS, TEACHER_SOFTCAP)
-    FLAGS: tl.constexpr = PairFlags(FORWARD, REVERSE, STUDENT, TEACHER)
+    FLAGS: tl.constexpr = PairFlags(FORWARD, REVERSE, VARIATION, STUDENT, TEACHER)
     row = tl.program_id(0).to(tl.int64)
     pair = Pair(
         row_of(student_ptr, row, stride_student_t, STUDENT),
@@ -124,7 +129,7 @@ def divergence_terms(
         fields_6T = _merged(gather_slices(fields_6T), options.divergence)
     student, teacher = partitions_of(fields_6T)
     fields_2T = None
-    if options.divergence == "jsd":
+    if options.divergence in OF_PROBABILITIES:
         fields_2T = divergence_mixture(common_TV, teacher_TV, student, teacher, options, backend, is_padded=is_padded)
         fields_2T = fields_2T if gather_slices is None else gather_slices(fields_2T).sum(0)
     return terms_of_fields(fields_6T, fields_2T, options)
@@ -136,14 +141,16 @@ def partitions_of(fields_6T: Tensor) -> tuple[LogPartition, LogPartition]:
 
 
 def terms_of_fields(fields_6T: Tensor, fields_2T: Tensor | None, options: DivergenceOptions) -> DivergenceTerms:
-    """Computes the terms from the fields of :func:`divergence_statistics`, and for the JSD those of
-    :func:`divergence_mixture`."""
+    """Computes the terms from the fields of :func:`divergence_statistics`, and for ``OF_PROBABILITIES``
+    those of :func:`divergence_mixture`."""
     student, teacher = partitions_of(fields_6T)
     _, student_sum_T, _, teacher_sum_T, dot_T, mean_T = fields_6T
     entropy_T = student.log_total_T - mean_T / student_sum_T
     if fields_2T is not None:
         of_student_T, of_teacher_T = fields_2T
-        divergence_T = options.beta * of_teacher_T + (1.0 - options.beta) * of_student_T
+        divergence_T = of_teacher_T
+        if options.divergence == "jsd":
+            divergence_T = options.beta * of_teacher_T + (1.0 - options.beta) * of_student_T
         return DivergenceTerms(divergence_T, student, teacher, of_student_T, entropy_T)
     if options.divergence == "forward_kl":
         divergence_T = dot_T / teacher_sum_T + (student.log_total_T - teacher.log_total_T)
@@ -156,8 +163,9 @@ def divergence_statistics(
     common_TV: Tensor, teacher_TV: Tensor, options: DivergenceOptions, backend: Backend, *, is_padded: bool
 ) -> Tensor:
     """Computes ``[6, T]``: maximum and sum of exponentials of the student and of the teacher, and two sums of products.
-    The first multiplies ``exp(z - max)`` of one model by the difference of ``z - max`` (0 for "jsd"), the second the
-    student's ``exp(z - max)`` by its ``z - max``. Where all logits are -inf, 0 stands for the maximum in ``z - max``.
+    The first multiplies ``exp(z - max)`` of one model by the difference of ``z - max`` (0 for ``OF_PROBABILITIES``),
+    the second the student's ``exp(z - max)`` by its ``z - max``. Where all logits are -inf, 0 stands for the maximum in
+    ``z - max``.
     """
     dtype = statistics_dtype(torch.promote_types(common_TV.dtype, teacher_TV.dtype))
     T, V = common_TV.shape
@@ -189,7 +197,7 @@ def divergence_statistics(
     student_TV, teacher_TV = distances
     e_TV = student_TV.exp()
     fields_6T[5] = torch.where(e_TV == 0, 0.0, e_TV * student_TV).sum(1)
-    if options.divergence != "jsd":
+    if options.divergence not in OF_PROBABILITIES:
         is_forward = options.divergence == "forward_kl"
         own_TV, other_TV = (teacher_TV, student_TV) if is_forward else (student_TV, teacher_TV)
         e_TV = own_TV.exp()
@@ -235,7 +243,8 @@ def divergence_mixture(
     *,
     is_padded: bool,
 ) -> Tensor:
-    """Computes ``[2, T]``: ``sum q log(q / m)`` and ``sum p log(p / m)`` over these classes."""
+    """Computes ``[2, T]`` over these classes: ``sum q log(q / m)`` and ``sum p log(p / m)``; for "total_variation"
+    ``sum q sign(q - p) / 2`` and ``sum |q - p| / 2``."""
     T, V = common_TV.shape
     fields_2T = student.max_T.new_zeros((2, T))
     if V == 0 or T == 0:
@@ -257,6 +266,10 @@ def divergence_mixture(
         )
         return fields_2T
     log_q_TV, log_p_TV, log_m_TV = log_probabilities(common_TV, teacher_TV, student, teacher, options)
+    if options.divergence == "total_variation":
+        q_TV, difference_TV = log_q_TV.exp(), log_q_TV.exp() - log_p_TV.exp()
+        fields_2T[0], fields_2T[1] = 0.5 * (q_TV * difference_TV.sign()).sum(1), 0.5 * difference_TV.abs().sum(1)
+        return fields_2T
     for place, log_TV in ((0, log_q_TV), (1, log_p_TV)):
         e_TV = log_TV.exp()
         fields_2T[place] = torch.where(e_TV == 0, 0.0, e_TV * (log_TV - log_m_TV)).sum(1)

@@ -45,7 +45,6 @@ def intercepted(
         transform: from the logits of ``head`` to those of its model.
         bias: ``[V]``, added to the logits; a buffer of the model.
     """
-    before = vars(head).get("forward")
     original_forward = head.forward
     vocab_size = 0
 
@@ -80,12 +79,22 @@ def intercepted(
             )
         return placed_like(hidden_states, empty)
 
-    head.forward = forward
     hook = head.register_forward_hook(carry)
+    try:
+        with forward_of(head, forward):
+            yield
+    finally:
+        hook.remove()
+
+
+@contextmanager
+def forward_of(head: nn.Module, forward: Callable[..., Tensor]) -> Iterator[None]:
+    """Within, a call of ``head`` runs ``forward``, inside the hooks of its framework."""
+    before = vars(head).get("forward")
+    head.forward = forward
     try:
         yield
     finally:
-        hook.remove()
         if before is None:
             del head.forward
         else:

@@ -4,9 +4,9 @@ outputs out. :mod:`.call` has the arguments, :mod:`.model_loss` makes this objec
 [Note: Zero-width logits and the upstream side channel]
 The output of lm_head must stay in the autograd graph, because FSDP, DDP and ZeRO hang backward hooks on it, and no
 transform between lm_head and loss may change the loss. So the loss leaves lm_head as logits of shape ``[..., 0]``
-(:class:`_LossToLogits`), and the loss function turns them back into the loss (:class:`_LogitsToLoss`). Neither the
+(:class:`LossToLogits`), and the loss function turns them back into the loss (:class:`LogitsToLoss`). Neither the
 value nor the upstream gradient fits into a tensor of width 0: the value is kept on the :class:`PendingLoss`, and in the
-backward :class:`_LogitsToLoss` leaves the upstream gradient there for :class:`_LossToLogits`, which autograd runs next
+backward :class:`LogitsToLoss` leaves the upstream gradient there for :class:`LossToLogits`, which autograd runs next
 for these logits. Both functions belong to one pending loss, so calls may nest and run in several threads.
 """
 
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -220,7 +220,7 @@ class LossCall:
         self._release_teacher()
         shape, dtype = hidden_states.shape[:-1], hidden_states.dtype
         values = [output.loss, *(getattr(output, name) for name in self.spec.differentiable_outputs)]
-        carried: Tensor = _LossToLogits.apply(pending, shape, dtype, *values)  # type: ignore[no-untyped-call]
+        carried: Tensor = LossToLogits.apply(pending, shape, dtype, *values)  # type: ignore[no-untyped-call]
         pending.output = detached(output)
         if type(hidden_states) is not Tensor:
             carried = placed_like(hidden_states, carried)
@@ -408,7 +408,7 @@ class PendingLoss:
         else:
             self._check_targets(targets, is_aligned=is_aligned)
         self.delivered = True
-        loss, *further_outputs = _LogitsToLoss.apply(logits, self)  # type: ignore[no-untyped-call]
+        loss, *further_outputs = LogitsToLoss.apply(logits, self)  # type: ignore[no-untyped-call]
         self.node = loss.grad_fn
         self.further_outputs = dict(zip(self.call.spec.differentiable_outputs, further_outputs, strict=True))
         return cast(Tensor, loss)
@@ -431,7 +431,7 @@ class PendingLoss:
                 "were never computed; remove it."
             )
         self.delivered = True
-        loss, *_ = _LogitsToLoss.apply(logits.as_subclass(Tensor), self)  # type: ignore[no-untyped-call]
+        loss, *_ = LogitsToLoss.apply(logits.as_subclass(Tensor), self)  # type: ignore[no-untyped-call]
         return cast(Tensor, loss)
 
     def values(self) -> list[Tensor]:
@@ -499,11 +499,22 @@ def _is_same_view(a: Tensor, b: Tensor) -> bool:
     return (a.shape == b.shape and a.stride() == b.stride()) or (a.is_contiguous() and b.is_contiguous())
 
 
-class _LossToLogits(torch.autograd.Function):
+class Carried(Protocol):
+    """Tensors on their way from lm_head to a loss."""
+
+    upstream: tuple[Tensor | None, ...]
+    """gradients of the values, between the two backwards"""
+
+    def values(self) -> list[Tensor]:
+        """Returns the tensors, without gradients."""
+        ...
+
+
+class LossToLogits(torch.autograd.Function):
     """See [Note: Zero-width logits and the upstream side channel]."""
 
     @staticmethod
-    def forward(ctx: Any, pending: PendingLoss, shape: torch.Size, dtype: torch.dtype, *values: Tensor) -> Tensor:
+    def forward(ctx: Any, pending: Carried, shape: torch.Size, dtype: torch.dtype, *values: Tensor) -> Tensor:
         ctx.pending, ctx.nothing = pending, (None,) * len(values)
         return values[0].new_empty((*shape, 0), dtype=dtype)
 
@@ -514,11 +525,11 @@ class _LossToLogits(torch.autograd.Function):
         return None, None, None, *upstream
 
 
-class _LogitsToLoss(torch.autograd.Function):
+class LogitsToLoss(torch.autograd.Function):
     """See [Note: Zero-width logits and the upstream side channel]."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, pending: PendingLoss) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, logits: Tensor, pending: Carried) -> tuple[Tensor, ...]:
         ctx.pending = pending
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(logits)

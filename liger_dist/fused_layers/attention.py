@@ -15,7 +15,7 @@ micro-batch. The attention function passes them to ``torch.nn.attention.varlen.v
 - With sinks: FlashAttention in bf16 and fp16 on GPUs (:mod:`.sink_attention`).
 - With a position bias: "sdpa" with a dense mask. With soft-capped scores, sinks elsewhere, and where attention weights
   are requested: the eager function of the model's file with a dense mask.
-- Masks that are not causal within documents (images, encoders), and queries with a cache: transformers' mask.
+- Masks of other kinds than within documents (images, encoders), and queries with a cache: transformers' mask.
 
 Tokens that a 2-D mask excludes get zeros, as with FlashAttention in transformers.
 

@@ -16,7 +16,7 @@ from liger_dist.sharding.accelerate import size_in_accelerate
 from liger_dist.trials.model_run import passes_masks_on
 
 from .attention import MASKED, NAME, register_attention
-from .document_mask import is_replaced, note_eager
+from .document_mask import attends_in_both_directions, is_replaced, note_eager
 
 REPLACEABLE = ("sdpa", "eager", NAME, *MASKED.values())
 """implementations that it may replace; another model with the same config may have selected "liger_dist" already"""
@@ -135,9 +135,10 @@ def reason_against(model: nn.Module, decoder: nn.Module) -> str | None:
 
 
 def _of_config(config: Any) -> str | None:
-    """Says why attention with this config is not one softmax over causal scores of one head size."""
-    if getattr(config, "is_encoder_decoder", False) or not getattr(config, "is_causal", True):
-        return "it is not causal self-attention alone"
+    """Says why attention with this config is not one softmax over scores of one head size, causal or in both
+    directions."""
+    if getattr(config, "is_encoder_decoder", False):
+        return "it is not self-attention alone"
     if getattr(config, "attn_logit_softcapping", None) is not None:
         return "its scores are soft-capped"
     if getattr(config, "kv_lora_rank", None) is not None:
@@ -168,7 +169,7 @@ def _of_modules(decoder: nn.Module, config: Any) -> str | None:
         module_config = vars(module).get("config")
         if _is_config(module_config) and module_config is not config and hasattr(module, "is_causal"):
             return f"a {type(module).__name__} reads another config object than its decoder, as copied layers do"
-        if vars(module).get("is_causal") is False:
+        if vars(module).get("is_causal") is False and not attends_in_both_directions(config):
             return f"is_causal of a {type(module).__name__} is False"
     return None
 

@@ -24,7 +24,8 @@ PADDING_SEGMENT = 128
 
 
 class DocumentMask:
-    """Causal attention within documents, for one micro-batch; layers get it as their ``attention_mask``.
+    """Attention within documents, causal or in both directions, for one micro-batch; layers get it as their
+    ``attention_mask``.
 
     No dataclass: FSDP rebuilds those, and passes each layer a copy.
     """
@@ -120,6 +121,8 @@ def document_mask(**arguments: Any) -> DocumentMask | Tensor | None:
         implementation = "eager" if was_eager(arguments.get("config")) else "sdpa"
         return cast(Tensor | None, mask_with_documents(implementation, **arguments))
     original: Callable[..., Tensor | None] = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+    if _BOTH_DIRECTIONS in arguments:
+        return _of_both_directions(arguments)
     of_transformers = arguments
     arguments = _by_length(arguments)
     documents = _documents_in(arguments)
@@ -161,28 +164,61 @@ def mask_with_documents(implementation: str, **arguments: Any) -> Any:
 
     documents = _documents_in(_by_length(arguments))
     if documents is not None and documents.is_packed:
-        within = _within(documents, _by_length(arguments))
-        arguments = arguments | {"mask_function": within, "allow_is_causal_skip": False}
+        arguments = _kept_within(documents, arguments)
     return ALL_MASK_ATTENTION_FUNCTIONS[implementation](**arguments)
 
 
+def _kept_within(documents: Documents, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Returns ``arguments`` of transformers for a mask within documents, which must not be left out."""
+    never = dict.fromkeys({"allow_is_causal_skip", _BOTH_DIRECTIONS} & arguments.keys(), False)
+    return arguments | never | {"mask_function": _within(documents, _by_length(arguments))}
+
+
+_BOTH_DIRECTIONS = "allow_is_bidirectional_skip"
+"""argument of transformers' masks of attention in both directions"""
+
+
+def attends_in_both_directions(config: Any) -> bool:
+    """True for a text decoder whose self-attention is not causal, as its config says; to keys of an encoder it may be
+    so in any decoder."""
+    return getattr(config, "is_causal", True) is False
+
+
+def _of_both_directions(arguments: dict[str, Any]) -> DocumentMask | Tensor | None:
+    """Returns the documents of the call for self-attention in both directions within each; otherwise the mask that
+    transformers builds."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, bidirectional_mask_function
+
+    original: Callable[..., Tensor | None] = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+    named = _by_length(arguments)
+    documents = _documents_in(named)
+    if documents is None or not (documents.is_packed or arguments.get("attention_mask") is not None):
+        return original(**arguments)
+    is_full = arguments["mask_function"] is bidirectional_mask_function and arguments.get("local_size") is None
+    if is_full and not torch.compiler.is_compiling() and not is_captured() and not is_replaced():
+        mask = _of_call(documents, named, is_causal=False)
+        if mask is not None:
+            return mask
+    return original(**(_kept_within(documents, arguments) if documents.is_packed else arguments))
+
+
 def _documents_in(arguments: dict[str, Any]) -> Documents | None:
-    """Returns the documents of the call that runs; None if a mask is of other tokens, or for attention in both
-    directions, as to the keys of an encoder.
+    """Returns the documents of the call that runs; None if a mask is of other tokens, as to the keys of an encoder.
 
     Raises:
         LigerDistError: the mask is of other tokens than those of a packed call.
     """
     call = current_call()
     documents = None if call is None else call.documents
-    if documents is None or "allow_is_bidirectional_skip" in arguments:
+    is_of_both = _BOTH_DIRECTIONS in arguments
+    if documents is None or (is_of_both and not attends_in_both_directions(arguments.get("config"))):
         return None
     rows, length = documents.shape
     found = (arguments.get("batch_size"), arguments.get("q_length"), arguments.get("kv_length"))
     begins = (arguments.get("q_offset", 0), arguments.get("kv_offset", 0))
     if found == (rows, length, length) and not any(int(offset) for offset in begins):
         return documents
-    if documents.is_packed:
+    if documents.is_packed and not is_of_both:
         raise LigerDistError(
             f"a mask of {found[1]} queries and {found[2]} keys in {found[0]} rows is made in a call with packed "
             f"documents in {rows} rows of {length} tokens, which it would mix; give each document a separate row and "
@@ -202,9 +238,9 @@ def _within(documents: Documents, arguments: dict[str, Any]) -> Callable[..., Te
     return within
 
 
-def _of_call(documents: Documents, arguments: dict[str, Any]) -> DocumentMask | None:
-    """Causal attention within the documents of a call, and within the window of ``arguments``; None if padding lies
-    inside a document. The host waits for a 2-D mask, once in a call."""
+def _of_call(documents: Documents, arguments: dict[str, Any], *, is_causal: bool = True) -> DocumentMask | None:
+    """Attention within the documents of a call, and within the window of ``arguments``; None if padding lies inside a
+    document. The host waits for a 2-D mask, once in a call."""
     lengths = document_lengths(documents.begins, documents.valid)
     if lengths is None:
         return None
@@ -212,7 +248,8 @@ def _of_call(documents: Documents, arguments: dict[str, Any]) -> DocumentMask | 
     window, device = arguments.get("local_size"), arguments["device"]
     window = window if window is not None and window < length else None
     valid = documents.valid_on(torch.device(device)) if not documents.valid.all() else None
-    return mask_of(lengths, device, rows=rows, window=window, valid=valid, is_of_call=True)
+    facts: dict[str, Any] = {"window": window, "valid": valid, "is_causal": is_causal}
+    return mask_of(lengths, device, rows=rows, **facts, is_of_call=True)
 
 
 _OVERLAYS = ("causal_mask_function", "and_masks", "packed_sequence_mask_function", "sliding_window_overlay")
@@ -261,7 +298,7 @@ def _has_documents(arguments: dict[str, Any]) -> bool:
         return False
     if arguments.get("local_size") is not None and arguments["local_size"] < 1:
         return False
-    is_indexed = not arguments.get("use_vmap", False) and "allow_is_bidirectional_skip" not in arguments
+    is_indexed = not arguments.get("use_vmap", False) and _BOTH_DIRECTIONS not in arguments
     # A CUDA graph cannot copy lengths to the host: it computes the dense mask in each replay.
     return is_indexed and not torch.compiler.is_compiling() and not is_captured() and not is_replaced()
 

@@ -27,6 +27,8 @@ class Teacher:
     """``[V]``"""
     softcap: float | None = None
     logit_scale: float = 1.0
+    rows: Tensor | None = None
+    """``[C]``, row of ``weight`` for each class of the student; None for the same classes"""
 
     def check(self, labels_shape: torch.Size, device: torch.device) -> None:
         """Refuses hidden states that are not one vector for each label, or that are on another device.
@@ -46,10 +48,15 @@ class Teacher:
             )
 
     def with_operands(self, hidden_TE: Tensor, dtype: torch.dtype | None) -> Teacher:
-        """Replaces the hidden states by those of scored tokens, and casts lm_head to their dtype or ``dtype``."""
+        """Replaces the hidden states by those of scored tokens, selects the ``rows`` of lm_head, and casts it to their
+        dtype or ``dtype``."""
         dtype = hidden_TE.dtype if dtype is None else dtype
-        bias = None if self.bias is None else self.bias.detach().to(dtype)
-        return replace(self, hidden=hidden_TE.detach().to(dtype), weight=self.weight.detach().to(dtype), bias=bias)
+        weight, bias = self.weight.detach(), None if self.bias is None else self.bias.detach()
+        if self.rows is not None:
+            rows = self.rows.to(weight.device)
+            weight, bias = weight.index_select(0, rows), None if bias is None else bias.index_select(0, rows)
+        bias = None if bias is None else bias.to(dtype)
+        return replace(self, hidden=hidden_TE.detach().to(dtype), weight=weight.to(dtype), bias=bias, rows=None)
 
     def head(self) -> TeacherHead:
         """Builds the kernels' record of the lm_head."""
@@ -71,10 +78,11 @@ class Distillation:
     def __str__(self) -> str:
         """Formats options and shapes, for the comparison between ranks that share a loss."""
         teacher = self.teacher
+        rows = "" if teacher.rows is None else f", {len(teacher.rows)} of its rows"
         return (
             f"{self.divergence} (beta {self.beta}, temperature {self.temperature}, hard_weight {self.hard_weight}) to "
-            f"a teacher of {tuple(teacher.weight.shape)}, {teacher.hidden.dtype}, softcap {teacher.softcap}, logit "
-            f"scale {teacher.logit_scale}"
+            f"a teacher of {tuple(teacher.weight.shape)}{rows}, {teacher.hidden.dtype}, softcap {teacher.softcap}, "
+            f"logit scale {teacher.logit_scale}"
         )
 
     def options(self, student: LossOptions) -> DivergenceOptions:

@@ -37,8 +37,9 @@ class _LinearDivergence(torch.autograd.Function):
         hard = torch.zeros_like(divergence)
         if result.cross_entropy_T is not None:
             hard = scales.total(result.cross_entropy_T)
-        # With a weight of 1 the divergence has no part in the loss, though it may be infinite.
-        loss = hard if hard_weight == 1.0 else (1.0 - hard_weight) * divergence + hard_weight * hard
+        # With a weight of 1 the divergence has no part in the loss, though it may be infinite. A copy: the hard loss is
+        # an output without a gradient.
+        loss = hard.clone() if hard_weight == 1.0 else (1.0 - hard_weight) * divergence + hard_weight * hard
         ctx.mark_non_differentiable(divergence, hard, result.entropy_T)
         return loss, divergence, hard, result.entropy_T
 

@@ -16,7 +16,16 @@ import on_device
 import pytest
 import torch
 import transformers
-from families import OPTIONS, QUICK_OPTIONS, Family, batch_for, build, families, families_with_options
+from families import (
+    OPTIONS,
+    QUICK_OPTIONS,
+    Family,
+    batch_for,
+    build,
+    families,
+    families_with_options,
+    masked_families,
+)
 from models import norm_errors
 from torch import Tensor, nn
 from transformers.models.llama import modeling_llama
@@ -29,7 +38,7 @@ from liger_dist.versions import numbers
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 HEAD = """# Families of models
 
-Written by `make families`: every entry of transformers' causal-LM, image-text-to-text and seq2seq mappings
+Written by `make families`: every entry of transformers' causal-LM, image-text-to-text, seq2seq and masked-LM mappings
 (transformers {version}), as a tiny random model from its own default config. No family is named in the library.
 
 ✓ fused: loss and every parameter's gradient equal the model's own, to {fp64:g} in fp64, and in fp32, with its layers
@@ -89,7 +98,7 @@ USUAL = (
 
 def all_families() -> Iterator[Any]:
     """Every entry; with ``make test`` those of :data:`USUAL` and one in six of the others."""
-    for place, family in enumerate(families()):
+    for place, family in enumerate([*families(), *masked_families()]):
         is_usual = family.mapping == "causal" and family.name in USUAL
         yield pytest.param(family, marks=[] if is_usual or place % 6 == 0 else [pytest.mark.nightly])
 
@@ -315,7 +324,7 @@ def test_nearly_all_are_fused_and_the_page_says_so(
     outcomes: dict[Family, Outcome], request: pytest.FixtureRequest
 ) -> None:
     by_default = {family: outcome for family, outcome in outcomes.items() if not family.option}
-    if len(by_default) < len(families()):
+    if len(by_default) < len(families()) + len(masked_families()):
         pytest.skip("only a part of the families was run")
     counts = Counter(outcome.kind for outcome in by_default.values())
     built = counts["fused"] + counts["unfused"]

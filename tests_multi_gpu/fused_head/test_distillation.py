@@ -31,6 +31,7 @@ from liger_dist.losses.execution import Execution
 from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
 from liger_dist.losses.spec import LossSpec
 from liger_dist.sharding.process_groups import compute_device
+from liger_dist_kernels.divergence import DIVERGENCES
 
 JSD = {"divergence": "jsd", "beta": 0.3, "temperature": 1.5, "hard_weight": 0.25}
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -39,6 +40,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "forward, hard, temperature": {"hard_weight": 0.4, "temperature": 2.0},
     "reverse, temperature": {"divergence": "reverse_kl", "temperature": 0.7},
     "jsd": {"divergence": "jsd", "beta": 0.9},
+    "total variation, hard, temperature": {"divergence": "total_variation", "hard_weight": 0.4, "temperature": 2.0},
     "jsd, hard, temperature": JSD,
 }
 LAYOUTS = {
@@ -277,7 +279,7 @@ def test_the_op(teacher_vocab: int, name: str, backend: str) -> None:
     ("divergence", "logits_dtype"),
     [
         nightly_where(logits_dtype is not None and divergence != "jsd", divergence, logits_dtype)
-        for divergence in ("forward_kl", "reverse_kl", "jsd")
+        for divergence in DIVERGENCES
         for logits_dtype in (None, torch.float32, "fp32_operands")
     ],
     ids=str,
@@ -342,7 +344,10 @@ def test_a_failing_student_leaves_the_teacher_as_it_was() -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "divergence": ({"divergence": "kl"}, "divergence is 'kl'; expected one of 'forward_kl', 'reverse_kl', 'jsd'"),
+    "divergence": (
+        {"divergence": "kl"},
+        "divergence is 'kl'; expected one of 'forward_kl', 'reverse_kl', 'jsd', 'total",
+    ),
     "beta": ({"divergence": "jsd", "beta": 0.0}, "beta is 0.0; expected a number between 0 and 1 for 'jsd'"),
     "temperature": ({"temperature": 0.0}, "temperature is 0.0; expected a finite number above 0"),
     "a tensor": ({"temperature": torch.ones(3, device="cpu")}, "temperature is tensor.*expected a number"),
@@ -363,7 +368,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "teacher_hidden": (
         {"teacher_hidden": torch.ones(3, 12, 24, device="cpu")},
-        "expected its lm_head, a torch.nn.Linear with its own forward",
+        "expected an lm_head, a torch.nn.Linear with its own forward",
     ),
 }
 
@@ -424,7 +429,7 @@ def test_refused_models() -> None:
             nn.Linear(24, 107),
             on_device.ones(3, 12, 20),
         ),
-        "is a Tripled; expected its lm_head, a torch.nn.Linear with its own forward": (
+        "is a Tripled; expected an lm_head, a torch.nn.Linear with its own forward": (
             Tripled(24, 107),
             on_device.ones(3, 12, 24),
         ),

@@ -186,6 +186,8 @@ def test_small_divergences(backend: Any, divergence: Any, offset: float) -> None
     if divergence == "jsd":
         log_m = torch.logaddexp(log_p, log_q) - on_device.tensor(2.0).double().log()
         want = (log_p.exp() * (log_p - log_m) + log_q.exp() * (log_q - log_m)).sum(-1) / 2
+    elif divergence == "total_variation":
+        want = (log_p.exp() - log_q.exp()).abs().sum(-1) / 2
     else:
         own, other = (log_p, log_q) if divergence == "forward_kl" else (log_q, log_p)
         want = (own.exp() * (own - other)).sum(-1)

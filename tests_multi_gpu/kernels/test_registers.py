@@ -27,7 +27,7 @@ SOME = (
     r"one launch, bfloat16, 128257, soft-cap,.* padded",
     r"one launch, bfloat16, 128257, (plain|smoothing),.* padded",
     r"tile, float32, 128257, (plain|smoothing, soft-cap),.* padded",
-    r"divergence, (forward_kl|jsd), bfloat16, 128257",
+    r"divergence, (forward_kl|jsd|total_variation), bfloat16, 128257",
     r"RMSNorm, bfloat16",
     r"gated norm, bfloat16",
     r"convolution, bfloat16, 4 taps, packed",
@@ -56,7 +56,7 @@ are faster in tiles of 128 features, see expert_gate.py
         "gated norm, bfloat16",
         "convolution, bfloat16, 4 taps, packed",
         "tile, float32, 128257, (plain|smoothing, soft-cap),.* padded",
-        "divergence, (forward_kl|jsd), bfloat16, 128257",
+        "divergence, (forward_kl|jsd|total_variation), bfloat16, 128257",
         "one launch, bfloat16, 128257, (plain|smoothing),.* padded",
     ]
 )

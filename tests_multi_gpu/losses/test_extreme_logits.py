@@ -26,7 +26,7 @@ from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
 from liger_dist.losses.spec import LossSpec
 from liger_dist_kernels import LossOptions
 from liger_dist_kernels.divergence import DIVERGENCES, DivergenceOptions, divergence_bwd
-from liger_dist_kernels.divergence_terms import divergence_terms
+from liger_dist_kernels.divergence_terms import OF_PROBABILITIES, divergence_terms
 
 T, D, V = 6, 8, 261
 BAD = 1
@@ -263,7 +263,7 @@ def test_linear_cross_entropy_with_an_extreme_bias(dtype: torch.dtype, backend: 
     assert not wrong, f"{len(wrong)}: {wrong[:12]}"
 
 
-@pytest.mark.nightly(divergence=["jsd"], backend=["triton"])
+@pytest.mark.nightly(divergence=["jsd", "total_variation"], backend=["triton"])
 @pytest.mark.nightly(dtype=[torch.float32], backend=["triton"])
 @pytest.mark.nightly(divergence=["forward_kl", "reverse_kl"], backend=["triton"])
 @pytest.mark.smoke
@@ -294,7 +294,7 @@ def test_divergences_of_extreme_logits(
         options = DivergenceOptions(divergence=divergence, student=one, teacher=one)
         columns = [slice(start, min(start + 128, V)) for start in range(0, V, 128)] if slices == 3 else [slice(0, V)]
         gathered: list[list[Tensor]] = []
-        for step in range(2 if divergence == "jsd" else 1):
+        for step in range(2 if divergence in OF_PROBABILITIES else 1):
             fields: list[Tensor] = []
             for part in columns:
                 gather = stop_with(fields, gathered, step)

@@ -218,11 +218,11 @@ def cross_entropies() -> Iterator[tuple[str, Callable[[], Any]]]:
 
 
 def divergences() -> Iterator[tuple[str, Callable[[], Any]]]:
-    from liger_dist_kernels.divergence import DivergenceOptions, divergence_bwd
+    from liger_dist_kernels.divergence import DIVERGENCES, DivergenceOptions, divergence_bwd
     from liger_dist_kernels.divergence_terms import divergence_terms
 
     labels = vector(torch.int64)
-    for dtype, V, kind, tau in itertools.product(DTYPES, VOCABULARIES, ("forward_kl", "reverse_kl", "jsd"), (1.0, 2.0)):
+    for dtype, V, kind, tau in itertools.product(DTYPES, VOCABULARIES, DIVERGENCES, (1.0, 2.0)):
         transform = LossOptions(temperature=tau)
         options = DivergenceOptions(divergence=kind, student=transform, teacher=transform)
 

@@ -80,6 +80,7 @@ OPS: dict[str, Callable[[int], Any]] = {
     "given logits": lambda T: liger_dist.cross_entropy(empty(T, V), ids(T)).backward(),
     "forward KL": lambda T: diverge(T, "forward_kl"),
     "JSD": lambda T: diverge(T, "jsd"),
+    "total variation": lambda T: diverge(T, "total_variation"),
     "RMSNorm": lambda T: norm(empty(T, D), empty(D), options=NormOptions(eps=1e-6)).sum().backward(),
     "gated MLP": lambda T: gated_activation(empty(T, D), empty(T, D), activation="silu").sum().backward(),
     "experts": compute_experts,

@@ -22,8 +22,17 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "qlora.py": TORCHRUN,
     "trl_sft.py": ALONE,
 }
-OTHERS = ("cuda_graph.py", "tiny.py", "verl_distillation.py", "write_chats.py", "write_tasks.py")
-"""needs a GPU, imported, or run by test_verl_program.py, test_own_chats.py and test_evaluation.py"""
+OTHERS = (
+    "cuda_graph.py",
+    "draft_head.py",
+    "masked_diffusion.py",
+    "tiny.py",
+    "verl_distillation.py",
+    "write_chats.py",
+    "write_tasks.py",
+)
+"""needs a GPU, run by tests with more checks, imported, or run by test_verl_program.py, test_own_chats.py and
+test_evaluation.py"""
 
 
 def test_none_is_left_out() -> None:
@@ -34,6 +43,21 @@ def test_none_is_left_out() -> None:
 def test_a_cuda_graph_trains_as_without_one(tmp_path: Path) -> None:
     said = run_command(["python", str(ROOT / "docs" / "examples" / "cuda_graph.py")], tmp_path)
     assert "the same losses as without a graph" in said
+
+
+def test_a_draft_head_gives_more_tokens_for_each_run(tmp_path: Path) -> None:
+    said = run_command(["python", str(ROOT / "docs" / "examples" / "draft_head.py")], tmp_path)
+    before, after = (float(one) for one in re.findall(r"training: (\S+) tokens for each run", said))
+    assert 1.0 <= before < 2.0
+    assert after > 3.0
+
+
+def test_masked_diffusion_trains_by_the_loss_of_full_logits(tmp_path: Path) -> None:
+    said = run_command(["python", str(ROOT / "docs" / "examples" / "masked_diffusion.py")], tmp_path)
+    packed, alone = re.findall(r"packed (\S+), full logits of each text (\S+)", said)[0]
+    assert abs(float(packed) - float(alone)) < 1e-4
+    losses = [float(one) for one in re.findall(r"loss (\S+)", said)]
+    assert losses[-1] < losses[0] / 1.5
 
 
 @pytest.mark.smoke
