@@ -7,9 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
 from test_house import ROOT
 
+from benchmarks import peers
 from benchmarks.harness import RESULTS
 from benchmarks.overview import WORKLOADS, Comparison, cells, compare, comparisons, problems_of
 from benchmarks.readme import CLAIMS, renewed
@@ -93,3 +95,22 @@ def test_a_workload_without_peer_is_left_out_and_without_memory_shows_its_time(t
             times = {row["name"]: row["median_ms"] for row in rows}
             assert compared.time == times["liger_dist"] / times["TRL"]
             assert compared.memory is None
+
+
+@pytest.mark.skipif(not hasattr(torch.nn.functional, "linear_cross_entropy"), reason="torch 2.13 and later have it")
+@pytest.mark.parametrize("from_files", [False, True])
+def test_torchs_op_is_a_peer(from_files: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also from the files of a newer torch than the one that runs."""
+    if from_files:
+        monkeypatch.setenv(peers.TORCH_FILES, str(Path(torch.nn.modules.__file__).parent))
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(*shape, generator=generator).requires_grad_() for shape in ((32, 16), (53, 16)))
+    labels = torch.arange(32).masked_fill(torch.arange(32) % 5 == 0, -100)
+    truth = torch.nn.functional.cross_entropy(hidden @ weight.T, labels)
+    expected = torch.autograd.grad(truth, (hidden, weight))
+    ways = peers.torch_op()
+    assert [accuracy for _, _, accuracy in ways] == ["bf16 sum", "fp32 sum"]
+    for _, loss, _ in ways:
+        found = loss(hidden, weight, labels)
+        torch.testing.assert_close(found, truth)
+        torch.testing.assert_close(torch.autograd.grad(found, (hidden, weight)), expected)
