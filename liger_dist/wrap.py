@@ -25,6 +25,7 @@ from .inspection import inspect_model, shards_sequences
 from .model.compile import compiled_call
 from .model.peft import base_model_of
 from .model.quantized import keep_order_of_bytes
+from .model.stages import stage_of
 from .model.structure import Structure
 from .model.undo import Undo
 from .record import RECORD, Findings, Wrapped, inner_model, record_of
@@ -190,7 +191,8 @@ def _watch(wrapped: nn.Module, outer: nn.Module, model: nn.Module, record: Wrapp
     elif isinstance(strategy, Auto):
         refuse_adapters_later(wrapped, outer, model)
     undo.add(resharding.uninstall)
-    resharding.install(wrapped, outer, model, structure.decoder, may_shard_later=isinstance(strategy, Auto))
+    if stage_of(model) is None:  # The schedule of a pipeline unshards and reshards.
+        resharding.install(wrapped, outer, model, structure.decoder, may_shard_later=isinstance(strategy, Auto))
     if strategy.shards_parameters:
         mark_sharded(wrapped, strategy.name)
 
