@@ -87,13 +87,14 @@ def inspect_model(outer: nn.Module, strategy: str | Strategy, mesh: Mesh | None,
     if refusals:
         raise LigerDistError(f"another rank refused to wrap its model: {' '.join(refusals)}")
     assert found is not None
-    # Ranks of other stages of a pipeline have other models.
-    different = dict.fromkeys(other for _, (place, other), _ in all_ranks if place == settings[0])
-    if len(different) > 1:
-        raise LigerDistError(
-            f"ranks call wrap with different settings: {'; '.join(different)}. Give all of them the same model, "
-            "strategy and WrapConfig."
-        )
+    for place in dict.fromkeys(place for _, (place, _), _ in all_ranks):
+        # Ranks of other stages of a pipeline have other models.
+        different = dict.fromkeys(other for _, (there, other), _ in all_ranks if there == place)
+        if len(different) > 1:
+            raise LigerDistError(
+                f"ranks call wrap with different settings: {'; '.join(different)}. Give all of them the same model, "
+                "strategy and WrapConfig."
+            )
     chosen, findings, origin = found
     return chosen, findings, _with_values_of_rank_0(origin, [device for *_, device in all_ranks])
 

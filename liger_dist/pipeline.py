@@ -10,7 +10,6 @@ the uncut model, and so do the gradients, which the schedule must then not divid
 from __future__ import annotations
 
 import copy
-import zlib
 from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
@@ -24,7 +23,6 @@ from torch.utils._pytree import tree_leaves
 from .errors import LigerDistError
 from .fused_layers.recompute import outputs_are_saved
 from .model.compile import compiled_call
-from .model.documents import read_documents
 from .model.stages import Absent, AbsentEmbedding, AbsentHead, Stage, as_stage, stage_of
 from .model.structure import Structure, embedding_of, find_structure
 from .record import is_wrapped, record_of
@@ -55,7 +53,7 @@ def pipeline_stage(
     structure = find_structure(model)
     _check_structure(model, structure)
     first, end = _divided(len(structure.layers), index, num_stages) if layers is None else layers
-    if not 0 <= first < end <= len(structure.layers):
+    if num_stages > len(structure.layers) or not 0 <= first < end <= len(structure.layers):
         raise LigerDistError(
             f"stage {index} of {num_stages} would have the layers {first} to {end - 1} of {len(structure.layers)}; "
             "expected at least one layer in each stage."
@@ -99,6 +97,8 @@ def _check_arguments(model: nn.Module, index: int, num_stages: int) -> None:
 
 def _check_structure(model: Any, structure: Structure) -> None:
     name = type(model).__name__
+    if getattr(model.config, "is_encoder_decoder", False) or structure.other_stacks or not structure.layers:
+        raise LigerDistError(f"{name} is not one stack of decoder layers; expected a causal language model of text.")
     if structure.tied:
         raise LigerDistError(
             f"lm_head of this {name} is tied to its embedding, and the two would be in different stages, which nothing "
@@ -116,8 +116,6 @@ def _check_structure(model: Any, structure: Structure) -> None:
             f"this {name} predicts further tokens (liger_dist.mtp), for which the last stage would need the embedding "
             "of the first one; cut the model without them (del model.mtp)."
         )
-    if getattr(model.config, "is_encoder_decoder", False) or structure.other_stacks or not structure.layers:
-        raise LigerDistError(f"{name} is not one stack of decoder layers; expected a causal language model of text.")
     if getattr(model.config.get_text_config(), "output_router_logits", False):
         raise LigerDistError(
             f"output_router_logits of this {name} is True, and the loss of the routers needs those of all stages; set "
@@ -337,11 +335,15 @@ def _checked(schedule: Any, stages: list[Any], given: dict[str, Any]) -> str:
         raise LigerDistError(
             f"input_ids have {len(ids)} rows and the schedule has n_microbatches={count}; expected a multiple of it."
         )
-    documents = read_documents({name: given[name] for name in given if name != "labels"})
     for stage in stages:
         record_of(stage.submod).loss.check_early(stage.submod, (), dict(given))
-    begins = b"" if documents is None else documents.begins.numpy().tobytes()
-    return f"{sorted(given)} of {tuple(ids.shape)} in {count} micro-batches, documents {zlib.crc32(begins):08x}"
+    checksums = {name: _checksum(tensor) for name, tensor in sorted(given.items())}
+    return f"{tuple(ids.shape)} in {count} micro-batches, with checksums {checksums}"
+
+
+def _checksum(tensor: Tensor) -> int:
+    numbers = tensor.flatten().to(torch.int64)
+    return int((numbers * torch.arange(1, len(numbers) + 1, device=numbers.device)).sum())
 
 
 def _agree(refusal: Exception | None, group: dist.ProcessGroup | None, batch: str, step: str) -> None:

@@ -484,6 +484,7 @@ class FusedLoss:
             label_summary=summary,
             max_valid_tokens=self.config.max_valid_tokens,
             is_first=not self._has_scored,
+            has_real_hidden=stage_of(model) is None,
             mean_groups=mean_over.groups,
             divide_factor=mean_over.divide_factor,
         )
