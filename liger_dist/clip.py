@@ -152,8 +152,8 @@ def _norm(gradients: list[Tensor], layout: Any, norm_type: float) -> Tensor:
 def _refuse_module(module: nn.Module, group: dist.ProcessGroup | None) -> None:
     if stage_of(module) is not None and group is None:
         raise LigerDistError(
-            f"the model is {stage_of(module)} of a pipeline, whose stages would be clipped by different norms; give the "
-            "parameters of all stages of this rank, and group=, the process group of the pipeline."
+            f"the model is {stage_of(module)} of a pipeline, whose stages would be clipped by different norms; give "
+            "the parameters of all stages of this rank, and group=, the process group of the pipeline."
         )
     if any(isinstance(child, FullyShardedDataParallel) for child in module.modules()):
         raise LigerDistError(

@@ -158,7 +158,8 @@ def test_stages_have_the_names_and_parameters_of_the_uncut_model() -> None:
     model = make_uncut("llama")
     before = {name: id(parameter) for name, parameter in model.named_parameters()}
     stages = [
-        liger_dist.pipeline_stage(model, index, 3, layers=layers) for index, layers in enumerate(((0, 1), (1, 2), (2, 4)))
+        liger_dist.pipeline_stage(model, index, 3, layers=layers)
+        for index, layers in enumerate(((0, 1), (1, 2), (2, 4)))
     ]
     after = {name: id(parameter) for stage in stages for name, parameter in stage.named_parameters()}
     assert after == before == {name: id(parameter) for name, parameter in model.named_parameters()}
