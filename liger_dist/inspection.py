@@ -104,8 +104,7 @@ def _inspect(outer: nn.Module, strategy: str | Strategy, mesh: Mesh | None, conf
     chosen = as_strategy(strategy, mesh)
     model = base_model_of(outer)
     stage = stage_of(model)
-    if stage is not None:
-        check_stage(outer, model, chosen, config)
+    check_stage(outer, model, chosen, config)
     chosen.check(config, world_size=_number_of_ranks(chosen, stage))
     if is_wrapped(outer):
         raise LigerDistError(f"this {type(model).__name__} is wrapped already; call liger_dist.unwrap(model) first.")
@@ -131,8 +130,7 @@ def _inspect(outer: nn.Module, strategy: str | Strategy, mesh: Mesh | None, conf
             "lost; make the adapter of a model on a real device."
         )
     unfused = None if config.fused_loss else "fused_loss=False"
-    if stage is not None and not stage.is_last:
-        unfused = IN_LAST_STAGE.format(stage)
+    unfused = unfused if stage is None or stage.is_last else IN_LAST_STAGE.format(stage)
     chosen.check_model(outer, model, structure, unfused=unfused, on_meta=on_meta)
     if shards_sequences(chosen):
         check_sequence_parallel(outer, model, structure.decoder, structure.layers)
@@ -170,16 +168,18 @@ def _number_of_ranks(strategy: Strategy, stage: Stage | None) -> int | None:
 
 
 def check_stage(outer: nn.Module, model: nn.Module, strategy: Strategy, config: WrapConfig) -> None:
-    """Refuses what a stage of a pipeline cannot have.
+    """Refuses what a stage of a pipeline cannot have; passes any other model.
 
     Raises:
         LigerDistError: with the way out.
     """
     stage = stage_of(model)
-    if outer is not model:
+    if stage is None:
+        return
+    if outer is not model or any(parameter.is_meta for parameter in model.parameters()):
+        where = "on the meta device" if outer is model else f"inside a {type(outer).__name__}"
         raise LigerDistError(
-            f"{stage} is inside a {type(outer).__name__}; expected the stage itself. Adapters are not supported in "
-            "pipelines."
+            f"{stage} is {where}; expected the stage itself, with its values. Adapters are not supported in pipelines."
         )
     if not isinstance(strategy, FSDP2) and type(strategy) is not Auto:
         raise LigerDistError(

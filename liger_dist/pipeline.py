@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from .errors import LigerDistError
 from .fused_layers.recompute import outputs_are_saved
 from .model.compile import compiled_call
-from .model.stages import Absent, AbsentEmbedding, AbsentHead, Stage, as_stage, stage_of
+from .model.stages import Absent, AbsentCall, AbsentEmbedding, AbsentHead, Stage, as_stage, stage_of
 from .model.structure import Structure, embedding_of, find_structure
 from .record import is_wrapped, record_of
 from .sharding.process_groups import gathered
@@ -150,12 +150,11 @@ def _check_decoder(model: nn.Module, structure: Structure) -> None:
     Raises:
         LigerDistError: it changes hidden states, or gives its layers something that is made of them.
     """
-    name = type(structure.decoder).__name__
-    instead = Absent()
-    instead.calls = []
-    absent: dict[nn.Module, nn.Module] = dict.fromkeys(structure.layers, instead)
+    name, calls = type(structure.decoder).__name__, list[AbsentCall]()
+    absent: dict[nn.Module, nn.Module] = {layer: Absent(calls) for layer in structure.layers}
+    absent |= {} if structure.final_norm is None else {structure.final_norm: Absent(calls)}
+    expected = list(absent.values())
     absent[_embedding_of(model)] = AbsentEmbedding(structure.hidden_size)
-    absent |= {} if structure.final_norm is None else {structure.final_norm: Absent()}
     empty: Any = _copy(structure.decoder, absent).cpu()
     parameter = next((name for name, _ in empty.named_parameters()), None)
     if parameter is not None:
@@ -163,8 +162,9 @@ def _check_decoder(model: nn.Module, structure: Structure) -> None:
             f"{name} has the parameter {parameter} outside of its embedding, layers and final norm, which no stage "
             "would have; such a model cannot be cut."
         )
-    seen: list[list[Any]] = []
+    further: list[list[Any]] = []
     for inputs in torch.randn(2, 2, 3, structure.hidden_size, device="cpu", generator=torch.Generator()):
+        calls.clear()
         try:
             with torch.no_grad():
                 output = empty(inputs_embeds=inputs, use_cache=False).last_hidden_state
@@ -172,20 +172,17 @@ def _check_decoder(model: nn.Module, structure: Structure) -> None:
             raise LigerDistError(
                 f"{name} does not run without its layers ({type(error).__name__}: {error}); such a model cannot be cut."
             ) from error
-        if not torch.equal(output, inputs):
+        is_same = all(torch.equal(given, inputs) for given in (output, *(hidden for _, hidden, _ in calls)))
+        if [module for module, *_ in calls] != expected or not is_same:
             raise LigerDistError(
-                f"{name} changes hidden states outside of its layers and final norm, which every stage would repeat; "
-                "such a model cannot be cut."
+                f"{name} does not only call its layers in order and then its final norm, with the hidden states "
+                "unchanged in between; such a model cannot be cut."
             )
-        seen.append([])
-        for args, kwargs in instead.calls:
-            further = (*args[1:], *kwargs.values())
-            leaves = tree_leaves(further, is_leaf=lambda value: isinstance(value, dict | list))
-            seen[-1] += leaves if torch.equal(args[0], inputs) else [object()]
-        instead.calls.clear()
-    for one, other in zip(*seen, strict=True):
+        arguments = [others for _, _, others in calls]
+        further.append(tree_leaves(arguments, is_leaf=lambda value: isinstance(value, dict)))
+    for one, other in zip(*further, strict=True):
         is_same = torch.equal(one, other) if isinstance(one, Tensor) and isinstance(other, Tensor) else one == other
-        if isinstance(one, dict | list) or not is_same:
+        if isinstance(one, dict) or not is_same:
             raise LigerDistError(
                 f"layers of {name} share more than hidden states (a {type(one).__name__}), which the stages of a "
                 "pipeline do not exchange; such a model cannot be cut."

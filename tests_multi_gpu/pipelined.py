@@ -27,13 +27,13 @@ PIPELINE = 2
 
 def make_uncut(family: str, *, num_layers: int = NUM_LAYERS, **options: Any) -> Any:
     """The same weights on every rank, in fp64."""
-    from transformers import AutoModelForCausalLM, Qwen3Config
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    config = make_config("llama" if family == "qwen3" else family, **options)
-    if family == "qwen3":
+    config = make_config("llama" if family in OTHER_FAMILIES else family, **options)
+    if family in OTHER_FAMILIES:
         sizes = {name: value for name, value in config.to_dict().items() if name in SIZES}
-        config = Qwen3Config(**sizes, head_dim=8, attn_implementation="sdpa")
+        config = AutoConfig.for_model(family, **sizes, **OTHER_FAMILIES[family], attn_implementation="sdpa")
     config.num_hidden_layers = num_layers
     if getattr(config, "layer_types", None):
         config.layer_types = (config.layer_types * num_layers)[:num_layers]
@@ -44,6 +44,8 @@ def make_uncut(family: str, *, num_layers: int = NUM_LAYERS, **options: Any) -> 
     return model.to(compute_device())
 
 
+OTHER_FAMILIES: dict[str, dict[str, Any]] = {"qwen3": {"head_dim": 8}, "gpt_neox": {"max_position_embeddings": 64}}
+"""families beside those of ``make_config``, and what their tiny configs have beside the usual sizes"""
 SIZES = (
     "vocab_size",
     "hidden_size",
@@ -60,6 +62,9 @@ def make_rows(data_rank: int, *, rows: str = "texts", seed: int = 0) -> dict[str
     """The batch of one data-parallel rank: micro-batches with different numbers of labels, one of them without any."""
     parts = [make_batch(number, seed=1 + seed + 7 * data_rank, rows=rows) for number in range(MICRO_BATCHES)]
     batch = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    if rows == "texts":
+        # No logits score the first token.
+        batch["labels"][1::2, 0] = batch["input_ids"][1::2, 0]
     rows_of_one = len(parts[0]["labels"])
     batch["labels"][: rows_of_one * ((data_rank + seed) % 2)] = -100
     batch["labels"][-rows_of_one:] = -100

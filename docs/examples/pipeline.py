@@ -61,11 +61,10 @@ for step in range(STEPS):
     torch.nn.utils.clip_grad_norm_(uncut.parameters(), 1.0)
     reference.step()
     reference.zero_grad()
-    if loss is not None:  # on the ranks of the last stage
-        dist.all_reduce(loss, group=mesh.get_group("dp"))
-        loss = loss / data_ranks
-        torch.testing.assert_close(loss, true_loss.detach(), rtol=1e-4, atol=0.0)
-        if data_rank == 0:
-            print(f"step {step}: loss {loss.item():.5f}, of the uncut model {true_loss.item():.5f}", flush=True)
+    total = torch.zeros((), device=device) if loss is None else loss / data_ranks  # None before the last stage
+    dist.all_reduce(total)
+    torch.testing.assert_close(total, true_loss.detach(), rtol=1e-4, atol=0.0)
+    if dist.get_rank() == 0:
+        print(f"step {step}: loss {total.item():.5f}, of the uncut model {true_loss.item():.5f}", flush=True)
 dist.barrier()
 dist.destroy_process_group()

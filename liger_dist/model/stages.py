@@ -55,6 +55,10 @@ class Stage:
         return f"{self}: {', '.join(parts)}"
 
 
+AbsentCall = tuple[nn.Module, Tensor, tuple[Any, ...]]
+"""an absent module, the hidden states that it got, and its other arguments"""
+
+
 def stage_of(model: nn.Module) -> Stage | None:
     """Returns the place of a stage in its pipeline; None for any other model."""
     stage: Stage | None = vars(model).get(_STAGE)
@@ -62,16 +66,19 @@ def stage_of(model: nn.Module) -> Stage | None:
 
 
 class Absent(nn.Module):
-    """Stands for a decoder layer or a norm of another stage: returns its first argument."""
+    """Stands for a decoder layer or a norm of another stage: returns its first argument.
 
-    def __init__(self) -> None:
+    Args:
+        calls: list to which a trial adds the calls.
+    """
+
+    def __init__(self, calls: list[AbsentCall] | None = None) -> None:
         super().__init__()
-        self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] | None = None
-        """calls of a trial; None outside of one"""
+        self.calls = calls
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if self.calls is not None:
-            self.calls.append(((hidden_states, *args), kwargs))
+            self.calls.append((self, hidden_states, (*args, *kwargs.values())))
         return hidden_states
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from typing import Any
+from unittest import mock
 
 import on_device
 import pytest
@@ -22,9 +23,10 @@ from liger_dist.mtp import MultiTokenPrediction
 
 SHARING = {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2}
 REFUSED_MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
-    "scaled embeddings": ("granite", {"embedding_multiplier": 2.0}, "changes hidden states outside of its layers"),
+    "scaled embeddings": ("granite", {"embedding_multiplier": 2.0}, "with the hidden states unchanged in between"),
     "learned positions": ("gpt2", {}, "parameter wpe.weight outside"),
     "a state of several layers": ("gemma4_text", SHARING, "share more than hidden states|parameter"),
+    "a norm before the layers": ("nanochat", {}, "only call its layers in order and then its final norm"),
     "encoder-decoder": ("t5", {}, "one stack of decoder layers"),
 }
 
@@ -45,6 +47,25 @@ def test_pipeline_stage_refuses_a_family_that_cannot_be_cut(what: str) -> None:
     auto = AutoModelForSeq2SeqLM if family == "t5" else AutoModelForCausalLM
     with pytest.raises(liger_dist.LigerDistError, match=sentence):
         liger_dist.pipeline_stage(auto.from_config(config), 0, 2)
+
+
+def test_pipeline_stage_refuses_layers_that_share_state() -> None:
+    """Keys of an earlier layer, as Gemma's; or the embeddings."""
+    model = make_uncut("llama")
+    own = type(model.model).forward
+
+    def of_embeddings(self: Any, inputs_embeds: torch.Tensor, **kwargs: Any) -> Any:
+        return own(self, inputs_embeds=inputs_embeds, first_residual=inputs_embeds, **kwargs)
+
+    def of_keys(self: Any, **kwargs: Any) -> Any:
+        return own(self, shared_keys={}, **kwargs)
+
+    for forward, sentence in ((of_keys, "more than hidden states \\(a dict"), (of_embeddings, "\\(a Tensor")):
+        with (
+            mock.patch.object(type(model.model), "forward", forward),
+            pytest.raises(liger_dist.LigerDistError, match=sentence),
+        ):
+            liger_dist.pipeline_stage(model, 0, 2)
 
 
 def test_pipeline_stage_refuses_a_model_that_is_not_whole_or_tied() -> None:

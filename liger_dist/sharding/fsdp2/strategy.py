@@ -294,8 +294,7 @@ class FSDP2(FullySharded):
         tail = [m for m in (structure.final_norm, model.get_submodule(structure.head_name)) if m is not None]
         # A group that ran twice would be reduced twice, and not end its second forward, which the norm is not part of.
         is_apart = not (structure.tied or structure.repeats_head or row_shards or shares_parameters(model, tail))
-        has_weights = any(True for module in tail for _ in module.parameters())  # Not in every stage of a pipeline.
-        if is_apart and has_weights and self.has_own_group(*tail):
+        if is_apart and self.has_own_group(*tail):
             # Its backward follows its forward immediately: resharding in between would only all-gather it twice.
             loaded.gather(*tail)
             fully_shard(tail, reshard_after_forward=False, **options)
