@@ -58,8 +58,8 @@ def pipeline_stage(
             f"stage {index} of {num_stages} would have the layers {first} to {end - 1} of {len(structure.layers)}; "
             "expected at least one layer in each stage."
         )
-    name = next(name for name, module in model.named_modules() if module is structure.decoder)
-    stage = Stage(index=index, num_stages=num_stages, first_layer=first, end_layer=end, decoder=name)
+    decoder = _name_of(model, structure.decoder)
+    stage = Stage(index=index, num_stages=num_stages, first_layer=first, end_layer=end, decoder=decoder)
     _check_decoder(model, structure)
     absent: dict[nn.Module, nn.Module] = {
         layer: Absent() for number, layer in enumerate(structure.layers) if not first <= number < end
@@ -97,7 +97,8 @@ def _check_arguments(model: nn.Module, index: int, num_stages: int) -> None:
 
 def _check_structure(model: Any, structure: Structure) -> None:
     name = type(model).__name__
-    if getattr(model.config, "is_encoder_decoder", False) or structure.other_stacks or not structure.layers:
+    has_others = getattr(model.config, "is_encoder_decoder", False) or structure.other_stacks
+    if has_others or not structure.layers or structure.decoder is model:
         raise LigerDistError(f"{name} is not one stack of decoder layers; expected a causal language model of text.")
     if structure.tied:
         raise LigerDistError(
@@ -145,29 +146,32 @@ def _copy(model: nn.Module, absent: dict[nn.Module, nn.Module]) -> nn.Module:
 
 
 def _check_decoder(model: nn.Module, structure: Structure) -> None:
-    """Runs the decoder without embedding, layers and norm, on two made-up inputs.
+    """Runs model and decoder without embedding, layers, norm and lm_head, on two made-up inputs.
 
     Raises:
-        LigerDistError: it changes hidden states, or gives its layers something that is made of them.
+        LigerDistError: the decoder changes hidden states, or gives its layers something that is made of them.
     """
     name, calls = type(structure.decoder).__name__, list[AbsentCall]()
     absent: dict[nn.Module, nn.Module] = {layer: Absent(calls) for layer in structure.layers}
     absent |= {} if structure.final_norm is None else {structure.final_norm: Absent(calls)}
     expected = list(absent.values())
     absent[_embedding_of(model)] = AbsentEmbedding(structure.hidden_size)
-    empty: Any = _copy(structure.decoder, absent).cpu()
+    absent[model.get_submodule(structure.head_name)] = Absent()
+    empty: Any = _copy(model, absent).cpu()
     parameter = next((name for name, _ in empty.named_parameters()), None)
     if parameter is not None:
         raise LigerDistError(
-            f"{name} has the parameter {parameter} outside of its embedding, layers and final norm, which no stage "
-            "would have; such a model cannot be cut."
+            f"{type(model).__name__} has the parameter {parameter} outside of its embedding, layers, final norm and "
+            "lm_head, which no stage would have; such a model cannot be cut."
         )
+    decoder = empty.get_submodule(_name_of(model, structure.decoder))
     further: list[list[Any]] = []
     for inputs in torch.randn(2, 2, 3, structure.hidden_size, device="cpu", generator=torch.Generator()):
-        calls.clear()
         try:
             with torch.no_grad():
-                output = empty(inputs_embeds=inputs, use_cache=False).last_hidden_state
+                empty(inputs_embeds=inputs, use_cache=False)
+                calls.clear()
+                output = decoder(inputs_embeds=inputs, use_cache=False).last_hidden_state
         except Exception as error:
             raise LigerDistError(
                 f"{name} does not run without its layers ({type(error).__name__}: {error}); such a model cannot be cut."
@@ -182,11 +186,16 @@ def _check_decoder(model: nn.Module, structure: Structure) -> None:
         further.append(tree_leaves(arguments, is_leaf=lambda value: isinstance(value, dict)))
     for one, other in zip(*further, strict=True):
         is_same = torch.equal(one, other) if isinstance(one, Tensor) and isinstance(other, Tensor) else one == other
-        if isinstance(one, dict) or not is_same:
+        if not (isinstance(one, Tensor | bool | int | float | str | None) and is_same):
             raise LigerDistError(
                 f"layers of {name} share more than hidden states (a {type(one).__name__}), which the stages of a "
                 "pipeline do not exchange; such a model cannot be cut."
             )
+
+
+def _name_of(model: nn.Module, part: nn.Module) -> str:
+    names: dict[nn.Module, str] = {module: name for name, module in model.named_modules()}
+    return names[part]
 
 
 def pipeline_loss(output: Tensor, target: Tensor) -> Tensor:
@@ -387,7 +396,7 @@ def _number_of_items(last: nn.Module, input_ids: Tensor, labels: Tensor, given: 
 
 def _splits_backward(schedule: Any) -> bool:
     """True for a schedule that runs the backward of weights after that of inputs, as zero-bubble schedules do."""
-    orders: dict[int, list[Any]] = schedule.pipeline_order or {}
+    orders: dict[int, list[Any]] = getattr(schedule, "pipeline_order", None) or {}
     actions = (action for order in orders.values() for action in order if action is not None)
     return any(action.computation_type.name == "BACKWARD_WEIGHT" for action in actions)
 

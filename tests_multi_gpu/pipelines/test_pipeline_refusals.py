@@ -24,7 +24,7 @@ from liger_dist.mtp import MultiTokenPrediction
 SHARING = {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2}
 REFUSED_MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
     "scaled embeddings": ("granite", {"embedding_multiplier": 2.0}, "with the hidden states unchanged in between"),
-    "learned positions": ("gpt2", {}, "parameter wpe.weight outside"),
+    "learned positions": ("gpt2", {}, "parameter transformer.wpe.weight outside"),
     "a state of several layers": ("gemma4_text", SHARING, "share more than hidden states|parameter"),
     "a norm before the layers": ("nanochat", {}, "only call its layers in order and then its final norm"),
     "encoder-decoder": ("t5", {}, "one stack of decoder layers"),
