@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 
 from .errors import LigerDistError
@@ -267,8 +266,6 @@ def pipeline_step(
     run = schedule.step if torch.is_grad_enabled() else schedule.eval
     with outputs_are_saved() if _splits_backward(schedule) else nullcontext():
         run(*((input_ids,) if is_first else ()), target=target, losses=losses, **given)
-    if not torch.is_grad_enabled():
-        _reshard(stages)
     return None if last is None else torch.stack(losses).sum().detach()
 
 
@@ -399,11 +396,3 @@ def _splits_backward(schedule: Any) -> bool:
     orders: dict[int, list[Any]] = getattr(schedule, "pipeline_order", None) or {}
     actions = (action for order in orders.values() for action in order if action is not None)
     return any(action.computation_type.name == "BACKWARD_WEIGHT" for action in actions)
-
-
-def _reshard(stages: list[Any]) -> None:
-    """Frees the parameters that FSDP2 keeps unsharded for a backward, which does not follow an evaluation."""
-    for stage in stages:
-        for module in stage.submod.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()

@@ -137,12 +137,23 @@ def true_step(uncut: nn.Module, batches: list[dict[str, Tensor]], *, token_mean:
 
 
 def errors_of_step(
-    family: str, schedule: str, data: str, *, rows: str = "texts", token_mean: str = "local", **options: Any
+    family: str,
+    schedule: str,
+    data: str,
+    *,
+    rows: str = "texts",
+    token_mean: str = "local",
+    dtype: torch.dtype = torch.float64,
+    **options: Any,
 ) -> dict[str, float]:
-    """Errors of the loss and every gradient on this rank, relative to the uncut model."""
+    """Errors of the loss and every gradient on this rank, relative to the uncut model in fp64.
+
+    Args:
+        dtype: of the stages; kernels of layers run in fp32.
+    """
     uncut = make_uncut(family)
     config = liger_dist.WrapConfig(token_mean=token_mean) if token_mean != "local" else None
-    pipeline = Pipeline(copy.deepcopy(uncut), schedule, data=data, config=config, **options)
+    pipeline = Pipeline(copy.deepcopy(uncut).to(dtype), schedule, data=data, config=config, **options)
     ranks = 1 if data == "tp" else dist.get_world_size() // PIPELINE
     batches = [make_rows(rank, rows=rows) for rank in range(ranks)]
     loss = pipeline.step(batches[pipeline.data_rank])
