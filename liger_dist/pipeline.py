@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from .errors import LigerDistError
 from .fused_layers.recompute import outputs_are_saved
 from .model.compile import compiled_call
+from .model.peft import peft_parameters
 from .model.stages import Absent, AbsentCall, AbsentEmbedding, AbsentHead, Stage, as_stage, stage_of
 from .model.structure import Structure, embedding_of, find_structure
 from .record import is_wrapped, record_of
@@ -87,6 +88,11 @@ def _check_arguments(model: nn.Module, index: int, num_stages: int) -> None:
         )
     if not (isinstance(index, int) and isinstance(num_stages, int) and 0 <= index < num_stages):
         raise LigerDistError(f"index is {index!r} and num_stages is {num_stages!r}; expected 0 <= index < num_stages.")
+    if peft_parameters(model) or getattr(model, "is_quantized", False):
+        raise LigerDistError(
+            f"this {name} has {'adapters of PEFT' if peft_parameters(model) else 'quantised weights'}, which are not "
+            "supported in pipelines; train it with strategy='fsdp2'."
+        )
     if any(parameter.is_meta for parameter in model.parameters()):
         raise LigerDistError(
             f"this {name} is on the meta device, where each stage would get other initial values than the uncut model; "
@@ -245,21 +251,21 @@ def pipeline_step(
     tensors = {"attention_mask": attention_mask, "position_ids": position_ids}
     given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     stages: list[Any] = []
-    refusal, batch = None, ""
+    refusal, batch, items = None, "", None
     try:
         stages = _stages_of(schedule)
         batch = _checked(schedule, stages, {"input_ids": input_ids, "labels": labels} | given)
+        items = None if num_items_in_batch is None else _one_number(num_items_in_batch, labels.device)
     except Exception as error:
         refusal = error
     passes = "forward and backward" if torch.is_grad_enabled() else "a forward"
-    counted = "no num_items_in_batch" if num_items_in_batch is None else "num_items_in_batch"
-    _agree(refusal, stages[0].group if stages else None, batch, f"{passes}, with {counted}")
+    counted = f"num_items_in_batch {'left out' if num_items_in_batch is None else 'given'}"
+    _agree(refusal, stages[0].group if stages else None, batch, f"{passes}, {counted}")
     is_first = any(stage.is_first for stage in stages)
     last = next((stage.submod for stage in stages if stage.is_last), None)
     count = schedule._n_microbatches
     if last is not None:
-        items = _number_of_items(last, input_ids, labels, given) if num_items_in_batch is None else num_items_in_batch
-        items = torch.as_tensor(items, device=labels.device).reshape(1)
+        items = _number_of_items(last, input_ids, labels, given) if items is None else items
         given |= {"labels": labels, "num_items_in_batch": items.expand(count)}
     target = None if last is None else labels
     losses: list[Tensor] = []
@@ -342,6 +348,13 @@ def _checked(schedule: Any, stages: list[Any], given: dict[str, Any]) -> str:
         record_of(stage.submod).loss.check_early(stage.submod, (), dict(given))
     checksums = {name: _checksum(tensor) for name, tensor in sorted(given.items())}
     return f"{tuple(ids.shape)} in {count} micro-batches, with checksums {checksums}"
+
+
+def _one_number(items: Tensor | float, device: torch.device) -> Tensor:
+    found = torch.as_tensor(items, device=device)
+    if found.numel() != 1:
+        raise LigerDistError(f"num_items_in_batch has the shape {tuple(found.shape)}; expected one number.")
+    return found.reshape(())
 
 
 def _checksum(tensor: Tensor) -> int:

@@ -91,6 +91,15 @@ def test_pipeline_stage_refuses_a_model_that_is_not_whole_or_tied() -> None:
     MultiTokenPrediction(predicting, 1)
     with pytest.raises(liger_dist.LigerDistError, match="predicts further tokens"):
         liger_dist.pipeline_stage(predicting, 0, 2)
+    peft = pytest.importorskip("peft")
+    adapted = make_uncut("llama")
+    peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["q_proj"], r=2), adapted)
+    with pytest.raises(liger_dist.LigerDistError, match="has adapters of PEFT"):
+        liger_dist.pipeline_stage(adapted, 0, 2)
+    quantized = make_uncut("llama")
+    quantized.is_quantized = True
+    with pytest.raises(liger_dist.LigerDistError, match="has quantised weights"):
+        liger_dist.pipeline_stage(quantized, 0, 2)
     shared = make_uncut("llama")
     shared.model.layers[3].mlp = shared.model.layers[0].mlp
     with pytest.raises(liger_dist.LigerDistError, match="share parameters"):
@@ -162,6 +171,7 @@ REFUSED_STEPS = {
     "other documents on one rank": "with different batches",
     "no positions on one rank": "with different batches",
     "a count on one rank": "for different steps",
+    "counts of micro-batches": "num_items_in_batch has the shape (4,)",
     "a forward on one rank": "for different steps",
     "a global mean without data parallelism": "token_mean='global'",
     "cumulative lengths": "unexpected keyword",
@@ -207,6 +217,8 @@ def refused_step(what: str) -> tuple[str, float | None]:
         del wrong["position_ids"]
     if what == "a count on one rank" and rank == 1:
         wrong["num_items_in_batch"] = 5
+    if what == "counts of micro-batches":
+        wrong["num_items_in_batch"] = on_device.ones(4)
     if what == "cumulative lengths":
         wrong["cu_seq_lens_q"] = on_device.tensor([0, batch["input_ids"].numel()])
     has_gradients = not (what == "a forward on one rank" and rank == 0)
