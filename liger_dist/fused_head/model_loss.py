@@ -93,7 +93,8 @@ class FusedLoss:
         self._original_loss_function_now = self.original_loss_function
         self._had_original_loss_function = module is not None and "_loss_function" in vars(module)
         self.is_encoder_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
-        self.warnings = CallWarnings(wrapped_by_caller=strategy == "auto" and stage_of(model) is None)
+        self._is_stage = stage_of(model) is not None
+        self.warnings = CallWarnings(wrapped_by_caller=strategy == "auto" and not self._is_stage)
         self._read_early: tuple[object, PackedCall] | None = None
         """arguments of a call and its documents, from :meth:`check_early` to :meth:`begin`"""
         self._has_scored = False
@@ -484,7 +485,7 @@ class FusedLoss:
             label_summary=summary,
             max_valid_tokens=self.config.max_valid_tokens,
             is_first=not self._has_scored,
-            has_real_hidden=stage_of(model) is None,
+            has_real_hidden=not self._is_stage,
             mean_groups=mean_over.groups,
             divide_factor=mean_over.divide_factor,
         )
