@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 
 from .errors import LigerDistError
@@ -314,7 +315,7 @@ def _check_passes(schedule: Any, stages: list[Any]) -> None:
     """
     name, records = type(schedule).__name__, [record_of(stage.submod) for stage in stages]
     splits = _splits_backward(schedule)
-    if splits and any(getattr(record.strategy, "reshard_after_forward", False) for record in records):
+    if splits and any(map(_may_reshard, stages)):
         raise LigerDistError(
             f"{name} runs the backward of weights after that of inputs, for which FSDP2 would lose gradients of layers "
             "that are sharded in between; wrap the stages with FSDP2(reshard_after_forward=False)."
@@ -331,6 +332,13 @@ def _check_passes(schedule: Any, stages: list[Any]) -> None:
             f"{name} has consecutive stages on one rank, which torch does not evaluate; evaluate with Schedule1F1B, or "
             "with ScheduleInterleaved1F1B and stages in loops."
         )
+
+
+def _may_reshard(stage: Any) -> bool:
+    """True if FSDP2 reshards layers between their forward and their backward, as far as is known: the caller may have
+    called ``fully_shard``."""
+    by_caller = any(isinstance(module, FSDPModule) for module in stage.submod.modules())
+    return bool(getattr(record_of(stage.submod).strategy, "reshard_after_forward", by_caller))
 
 
 def _checked(schedule: Any, stages: list[Any], given: dict[str, Any]) -> str:

@@ -61,7 +61,8 @@ def wrap(
     values. Other threads may run other models meanwhile, and not this one.
 
     Args:
-        model: a Hugging Face causal language model, or a ``PeftModel`` of one.
+        model: a Hugging Face causal language model, a ``PeftModel`` of one, or a stage of one that
+            :func:`liger_dist.pipeline_stage` has cut.
         strategy: a name, or an object with options such as ``FSDP2(param_dtype=torch.bfloat16)``.
 
             - "none": fuses only, for one process.

@@ -16,6 +16,7 @@ from models import make_model
 from pipelined import Pipeline, make_rows, make_uncut
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import liger_dist
@@ -228,9 +229,10 @@ def refused_step(what: str) -> tuple[str, float | None]:
     return str(caught.value), None if "global mean" in what else pipeline.step(batch)
 
 
-def test_zero_bubble_refuses_layers_that_fsdp2_reshards(workers_4: Workers) -> None:
+@pytest.mark.parametrize("by_caller", [False, True], ids=["by wrap", "by the caller"])
+def test_zero_bubble_refuses_layers_that_fsdp2_reshards(by_caller: bool, workers_4: Workers) -> None:
     """FSDP2 of torch 2.13 loses the gradients of their weights, without a word."""
-    for sentence in workers_4.run(resharded_layers, "InterleavedZeroBubble", True):
+    for sentence in workers_4.run(resharded_layers, "InterleavedZeroBubble", True, by_caller):
         assert "FSDP2(reshard_after_forward=False)" in sentence
 
 
@@ -239,8 +241,11 @@ def test_evaluation_of_a_v_schedule_is_refused(workers_4: Workers) -> None:
         assert "which torch does not evaluate" in sentence
 
 
-def resharded_layers(schedule: str, is_training: bool) -> str:
-    pipeline = Pipeline(make_uncut("llama"), schedule, data="fsdp2", reshard_after_forward=is_training)
+def resharded_layers(schedule: str, is_training: bool, by_caller: bool = False) -> str:
+    data = "none" if by_caller else "fsdp2"
+    pipeline = Pipeline(make_uncut("llama"), schedule, data=data, reshard_after_forward=is_training)
+    for module in pipeline.modules if by_caller else ():
+        fully_shard(module, mesh=pipeline.mesh["data"])
     with torch.set_grad_enabled(is_training), pytest.raises(liger_dist.LigerDistError) as caught:
         pipeline.step(make_rows(pipeline.data_rank))
     return str(caught.value)
