@@ -90,22 +90,26 @@ def without_labels() -> tuple[float | None, float]:
     return loss, float(sum(gradient.norm() for gradient in pipeline.gradients().values()))
 
 
-@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble"])
-def test_fsdp2_reduces_each_gradient_once_in_a_step(schedule: str, workers_4: Workers) -> None:
-    """Of four micro-batches; the first step of a schedule infers shapes."""
-    for expected, reduced in workers_4.run(reductions, schedule):
+@pytest.mark.parametrize("reshards", [True, False])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_fsdp2_reduces_each_gradient_once_in_a_step(schedule: str, reshards: bool, workers_4: Workers) -> None:
+    """Of four micro-batches; without resharding it gathers each weight once, too."""
+    for expected, gathered, reduced in workers_4.run(communicated, schedule, reshards and schedule not in SPLIT):
         assert reduced == expected
+        assert (gathered == expected) is not (reshards and schedule not in SPLIT)
 
 
-def reductions(schedule: str) -> tuple[int, int]:
-    """Elements of the unsharded parameters, padded to the ranks, and elements that were reduced."""
-    pipeline = Pipeline(make_uncut("llama"), schedule, data="fsdp2")
+def communicated(schedule: str, reshards: bool) -> tuple[int, int, int]:
+    """Elements of the unsharded parameters, padded to the ranks, and elements that were all-gathered and reduced in the
+    second step: the first one infers shapes."""
+    pipeline = Pipeline(make_uncut("llama"), schedule, data="fsdp2", reshard_after_forward=reshards)
     batch = make_rows(pipeline.data_rank)
     pipeline.step(batch)
     with recorded_collectives() as seen:
         pipeline.step(batch)
     padded = sum(2 * (-(-p.shape[0] // 2)) * (p.numel() // p.shape[0]) for p in pipeline.parameters.values())
-    return padded, sum(numel for name, numel in seen if name.startswith("reduce_scatter"))
+    gathered, reduced = (sum(n for name, n in seen if name.startswith(kind)) for kind in ("all_gather", "reduce_sc"))
+    return padded, gathered, reduced
 
 
 @pytest.mark.smoke
