@@ -18,6 +18,9 @@ from .losses.spec import Uncast as Uncast
 from .losses.support import pad_support as pad_support
 from .model.compile import compile_layers as compile_layers
 from .model.four_bit_experts import four_bit_experts as four_bit_experts
+from .pipeline import pipeline_loss as pipeline_loss
+from .pipeline import pipeline_stage as pipeline_stage
+from .pipeline import pipeline_step as pipeline_step
 from .record import is_wrapped as is_wrapped
 from .routing import Routes as Routes
 from .routing import record_routing as record_routing

@@ -12,6 +12,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from .errors import LigerDistError
+from .losses.collectives import device_for
+from .model.stages import stage_of
 from .sharding.deepspeed import has_gradients_in_engine
 from .sharding.fsdp1 import is_stored_by_fsdp1
 from .sharding.mesh import local_shard
@@ -24,6 +26,8 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
+    *,
+    group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """Clips the gradients of all parameters together, like ``torch.nn.utils.clip_grad_norm_``, which cannot combine
     norms over several meshes.
@@ -38,6 +42,8 @@ def clip_grad_norm_(
         norm_type: order of the norm; may be infinity.
         error_if_nonfinite: True to raise if the norm is NaN or Inf, on every rank.
         foreach: as torch's: False multiplies one gradient after the other.
+        group: of the ranks of a pipeline, each of which gives the parameters of all its stages; they are clipped by one
+            norm. One all-reduce of one value.
 
     Returns:
         The norm before clipping, a ``torch.Tensor`` of shape ``[]``, equal on every rank. If it is NaN or Inf, the
@@ -46,7 +52,7 @@ def clip_grad_norm_(
 
     Raises:
         LigerDistError: ``max_norm`` is negative or NaN; parameters of FSDP1 without their wrapper, or of ZeRO, whose
-            engine clips.
+            engine clips; a stage of a pipeline without ``group``.
         RuntimeError: with ``error_if_nonfinite``, the norm is NaN or Inf.
     """
     if not max_norm >= 0:
@@ -55,7 +61,7 @@ def clip_grad_norm_(
     if isinstance(parameters, FullyShardedDataParallel):
         return _finite(parameters.clip_grad_norm_(limit, norm_type), error_if_nonfinite)
     if isinstance(parameters, nn.Module):
-        _refuse_module(parameters)
+        _refuse_module(parameters, group)
         parameters = parameters.parameters()
     elif isinstance(parameters, Tensor):
         parameters = [parameters]
@@ -77,10 +83,12 @@ def clip_grad_norm_(
             by_layout.setdefault((gradient.device_mesh, gradient.placements), []).append(gradient)
         elif gradient is not None:
             by_layout.setdefault(None, []).append(gradient)
-    if not by_layout:
+    if not by_layout and group is None:
         return torch.zeros(())
     norms = [_norm(gradients, layout, norm_type) for layout, gradients in by_layout.items()]
     total = nn.utils.get_total_norm([norm.to(norms[0].device) for norm in norms], norm_type)
+    if group is not None:
+        total = _of_group(total, group, norm_type)
     _finite(total, error_if_nonfinite)
     if limit < float("inf"):
         # A norm that is not finite is replaced by 0, so that torch clamps the factor limit / 0 to 1.
@@ -93,6 +101,15 @@ def clip_grad_norm_(
             norm = finite.clamp(max=torch.finfo(dtype).max).to(dtype)
             nn.utils.clip_grads_with_norm_(shards, limit, norm, foreach)  # type: ignore[arg-type]
     return total
+
+
+def _of_group(norm: Tensor, group: dist.ProcessGroup, norm_type: float) -> Tensor:
+    """Combines the norms ``[]`` of the ranks of a pipeline, whose dtypes may differ."""
+    is_largest = norm_type == float("inf")
+    total = norm.to(device_for(group), torch.float64)
+    total = total if is_largest else total**norm_type
+    dist.all_reduce(total, dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM, group=group)
+    return (total if is_largest else total ** (1.0 / norm_type)).to(norm)
 
 
 def _finite(norm: Tensor, is_asked: bool) -> Tensor:
@@ -132,7 +149,12 @@ def _norm(gradients: list[Tensor], layout: Any, norm_type: float) -> Tensor:
     return total if is_largest or not sharded else total ** (1.0 / norm_type)
 
 
-def _refuse_module(module: nn.Module) -> None:
+def _refuse_module(module: nn.Module, group: dist.ProcessGroup | None) -> None:
+    if stage_of(module) is not None and group is None:
+        raise LigerDistError(
+            f"the model is {stage_of(module)} of a pipeline, whose stages would be clipped by different norms; give "
+            "the parameters of all stages of this rank, and group=, the process group of the pipeline."
+        )
     if any(isinstance(child, FullyShardedDataParallel) for child in module.modules()):
         raise LigerDistError(
             f"{type(module).__name__} holds FSDP1 units, whose norm only their root can add up; give the "

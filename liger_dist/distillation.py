@@ -28,6 +28,7 @@ from .losses.distillation import Distillation, Teacher
 from .losses.draft_vocabulary import check_rows
 from .losses.spec import CALL_KEYWORDS, KEYWORDS_OF_MODELS, SMALLEST_TEMPERATURE
 from .model.peft import without_fsdp1
+from .model.stages import stage_of
 from .model.structure import is_linear_forward
 from .record import Wrapped, inner_model, record_of
 from .sharding.base import FullHead, Head
@@ -272,6 +273,11 @@ def _loss_of(model: nn.Module, role: str) -> FusedLoss:
     LigerDistError: the model is not wrapped, or its loss is not fused.
     """
     record: Wrapped = record_of(inner_model(model))
+    stage = stage_of(inner_model(model))
+    if stage is not None:
+        raise LigerDistError(
+            f"the {role} is {stage} of a pipeline, which has the loss of its labels only; expected a whole model."
+        )
     if record.found.recipe is None:
         raise LigerDistError(
             f"the loss of the {role} {type(inner_model(model)).__name__} is not fused ({record.found.unfused_reason}), "

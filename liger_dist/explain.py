@@ -12,6 +12,7 @@ from .fused_head.fused_model import original_forward_of
 from .fused_layers import LayerReport
 from .model.compile import compiled_call
 from .model.peft import active_head, base_head
+from .model.stages import Stage, stage_of
 from .model.structure import tied_modules
 from .record import Wrapped, inner_model, record_of
 from .sharding import collect_facts
@@ -42,6 +43,8 @@ class Explanation:
     of FSDP2's units of decoder layers, where they have several, and what one holds unsharded"""
     router_loss: str | None = None
     """how the model adds the loss of its routers to that of the tokens; None if it does not"""
+    stage: Stage | None = None
+    """place in a pipeline; None for any other model"""
     labels: str | None = None
     """how the loss differs from the mean of the next tokens over ``num_items_in_batch``; None if it does not"""
 
@@ -51,7 +54,11 @@ class Explanation:
         return self.sharding.get("frozen weights")
 
     def __str__(self) -> str:
-        rows = [*self.facts.lines(), ("loss", self.fused), ("adapter", self.adapter or "none")]
+        rows = [] if self.stage is None else [("pipeline", self.stage.described())]
+        # Most facts are of lm_head, which only the last stage of a pipeline has.
+        has_head = self.stage is None or self.stage.is_last
+        rows += [line for line in self.facts.lines() if has_head or line[0] in ("strategy", "world_size")]
+        rows += [("loss", self.fused), ("adapter", self.adapter or "none")]
         rows += [("refused", "; ".join(self.declined))] if self.declined else []
         rows += [*self.layers.lines(), ("attention", self.attention)]
         rows.append(("packed documents", self.packing))
@@ -72,7 +79,7 @@ def explain(model: nn.Module) -> Explanation:
     """
     inner = inner_model(model)
     record = record_of(inner)
-    structure = record.found.structure
+    structure, stage = record.found.structure, stage_of(inner)
     in_use = active_head(inner.get_submodule(structure.head_name))
     base = base_head(in_use)
     head = base if isinstance(base, nn.Linear) else structure.head
@@ -97,6 +104,7 @@ def explain(model: nn.Module) -> Explanation:
         compiled=_compiled(record),
         sharding=record.found.rows,
         router_loss=_router_loss(inner),
+        stage=stage,
         labels=_labels(inner, record),
     )
 
@@ -110,7 +118,9 @@ def _described(record: Wrapped) -> str:
 
 
 def _labels(model: nn.Module, record: Wrapped) -> str | None:
-    recipe = record.found.recipe
+    recipe, stage = record.found.recipe, stage_of(model)
+    if stage is not None and not stage.is_last:
+        return None
     if recipe is not None and recipe.targets == "same":
         return "the forward does not shift them: each token is scored against its own label"
     # A loss that is not fused divides where it is transformers' loss.

@@ -12,6 +12,7 @@ from types import NoneType
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from .config import LOGITS, WrapConfig
 from .errors import LigerDistError
@@ -22,6 +23,7 @@ from .fused_layers.packed_calls import find_packing
 from .losses.spec import as_output_names
 from .model.compile import compiled_call
 from .model.peft import base_model_of, loss_objection
+from .model.stages import Stage, stage_of
 from .model.structure import Structure, find_structure, full_shape, initializer_of
 from .record import Findings, is_wrapped
 from .sequences import check_sequence_parallel
@@ -35,9 +37,11 @@ from .sharding.materialize import is_meta
 from .sharding.mesh import Mesh
 from .sharding.process_groups import gathered
 from .sharding.sequence_parallel import check_losses
-from .sharding.single import LoadedByHost
+from .sharding.single import Auto, LoadedByHost
 from .trials.isolated import torch_defaults
 
+PIPELINE_MODULE = ("deepspeed.runtime.pipe.module", "PipelineModule")
+IN_LAST_STAGE = "{} of a pipeline, whose loss is in the last one"
 _LOGGER = logging.getLogger(__name__)
 _COMPARED = (bool, int, float, str, torch.dtype, NoneType)
 
@@ -74,7 +78,7 @@ def inspect_model(outer: nn.Module, strategy: str | Strategy, mesh: Mesh | None,
         found = _inspect(outer, strategy, mesh, config)
     except Exception as error:
         refusal = error
-    settings = "" if found is None else _settings(*found, config)
+    settings = (None, "") if found is None else (stage_of(base_model_of(outer)), _settings(*found, config))
     device = "" if found is None else found[2].device
     all_ranks = gathered((None if refusal is None else str(refusal), settings, device))
     if refusal is not None:
@@ -83,12 +87,14 @@ def inspect_model(outer: nn.Module, strategy: str | Strategy, mesh: Mesh | None,
     if refusals:
         raise LigerDistError(f"another rank refused to wrap its model: {' '.join(refusals)}")
     assert found is not None
-    different = dict.fromkeys(settings for _, settings, _ in all_ranks)
-    if len(different) > 1:
-        raise LigerDistError(
-            f"ranks call wrap with different settings: {'; '.join(different)}. Give all of them the same model, "
-            "strategy and WrapConfig."
-        )
+    for place in dict.fromkeys(place for _, (place, _), _ in all_ranks):
+        # Ranks of other stages of a pipeline have other models.
+        different = dict.fromkeys(other for _, (there, other), _ in all_ranks if there == place)
+        if len(different) > 1:
+            raise LigerDistError(
+                f"ranks call wrap with different settings: {'; '.join(different)}. Give all of them the same model, "
+                "strategy and WrapConfig."
+            )
     chosen, findings, origin = found
     return chosen, findings, _with_values_of_rank_0(origin, [device for *_, device in all_ranks])
 
@@ -96,8 +102,10 @@ def inspect_model(outer: nn.Module, strategy: str | Strategy, mesh: Mesh | None,
 def _inspect(outer: nn.Module, strategy: str | Strategy, mesh: Mesh | None, config: WrapConfig) -> Inspected:
     _check_arguments(outer, config)
     chosen = as_strategy(strategy, mesh)
-    chosen.check(config, world_size=dist.get_world_size() if dist.is_initialized() else None)
     model = base_model_of(outer)
+    stage = stage_of(model)
+    check_stage(outer, model, chosen, config)
+    chosen.check(config, world_size=_number_of_ranks(chosen, stage))
     if is_wrapped(outer):
         raise LigerDistError(f"this {type(model).__name__} is wrapped already; call liger_dist.unwrap(model) first.")
     if isinstance(model, Wrapper):
@@ -109,7 +117,7 @@ def _inspect(outer: nn.Module, strategy: str | Strategy, mesh: Mesh | None, conf
     refuse_loaded_shards(model, chosen.name)
     outputs = as_output_names(config.outputs)
     check_outputs(outputs)
-    structure = find_structure(model, fused_loss=config.fused_loss)
+    structure = find_structure(model, fused_loss=config.fused_loss and (stage is None or stage.is_last))
     if config.mlp_tile_tokens is not None and any(compiled_call(layer) is not None for layer in structure.layers):
         raise LigerDistError(
             f"mlp_tile_tokens is {config.mlp_tile_tokens} but the layers are compiled, which computes the MLP at once; "
@@ -122,12 +130,15 @@ def _inspect(outer: nn.Module, strategy: str | Strategy, mesh: Mesh | None, conf
             "lost; make the adapter of a model on a real device."
         )
     unfused = None if config.fused_loss else "fused_loss=False"
+    unfused = unfused if stage is None or stage.is_last else IN_LAST_STAGE.format(stage)
     chosen.check_model(outer, model, structure, unfused=unfused, on_meta=on_meta)
     if shards_sequences(chosen):
         check_sequence_parallel(outer, model, structure.decoder, structure.layers)
     initialize = initializer_of(model) if on_meta else None
     recipe, reason = _probe(outer, model, structure, config)
-    if reason is not None and config.fused_loss:
+    if stage is not None:
+        check_loss_of_stage(stage, recipe, reason)
+    elif reason is not None and config.fused_loss:
         chosen.check_model(outer, model, structure, unfused=reason, on_meta=on_meta)
         if not shards_sequences(chosen):
             _check_unfused(model, config, outputs, reason)
@@ -147,6 +158,64 @@ def _inspect(outer: nn.Module, strategy: str | Strategy, mesh: Mesh | None, conf
     )
     device = "host" if isinstance(chosen, LoadedByHost) else "meta" if on_meta else "real"
     return chosen, findings, Origin(device=device, parameters=_parameters_of(outer), initialize=initialize)
+
+
+def _number_of_ranks(strategy: Strategy, stage: Stage | None) -> int | None:
+    """Returns the number of ranks that shard the model; None without a process group."""
+    if stage is not None and isinstance(strategy, FSDP2) and isinstance(strategy.mesh, DeviceMesh):
+        return strategy.mesh.size()
+    return dist.get_world_size() if dist.is_initialized() else None
+
+
+def check_stage(outer: nn.Module, model: nn.Module, strategy: Strategy, config: WrapConfig) -> None:
+    """Refuses what a stage of a pipeline cannot have; passes any other model.
+
+    Raises:
+        LigerDistError: with the way out.
+    """
+    stage = stage_of(model)
+    if stage is None:
+        return
+    if outer is not model or any(parameter.is_meta for parameter in model.parameters()):
+        where = "on the meta device" if outer is model else f"inside a {type(outer).__name__}"
+        raise LigerDistError(
+            f"{stage} is {where}; expected the stage itself, with its values. Adapters are not supported in pipelines."
+        )
+    if not isinstance(strategy, FSDP2) and type(strategy) is not Auto:
+        raise LigerDistError(
+            f"{stage} was wrapped with strategy={strategy.name!r}; expected 'auto', which shards nothing, or "
+            "FSDP2(mesh=...) with the mesh of the ranks that have the stage."
+        )
+    if isinstance(strategy, FSDP2):
+        if not isinstance(strategy.mesh, DeviceMesh):
+            raise LigerDistError(
+                f"{stage} was wrapped with FSDP2(mesh={strategy.mesh!r}); expected a DeviceMesh of the ranks that have "
+                "this stage: mesh=init_device_mesh(..., mesh_dim_names=('pp', 'dp'))['dp']."
+            )
+        if strategy.lm_head != "gather" or strategy.shards_sequences:
+            what = "an axis 'sp'" if strategy.shards_sequences else f"lm_head={strategy.lm_head!r}"
+            raise LigerDistError(
+                f"{stage} was wrapped with FSDP2 and {what}, whose collectives a schedule does not know; leave it out, "
+                "or shard the rows of lm_head by a last mesh axis named 'tp'."
+            )
+    if not config.fused_loss or config.outputs:
+        given = f"outputs={config.outputs!r}" if config.outputs else "fused_loss=False"
+        raise LigerDistError(f"{stage} was wrapped with WrapConfig({given}); leave it out: a pipeline has a loss only.")
+
+
+def check_loss_of_stage(stage: Stage, recipe: LossRecipe | None, reason: str | None) -> None:
+    """Refuses a last stage whose loss cannot be a part of a mean over all micro-batches.
+
+    Raises:
+        LigerDistError: it is not fused, or ignores ``num_items_in_batch``.
+    """
+    if stage.is_last and recipe is None:
+        raise LigerDistError(f"the loss of {stage} is not fused: {reason}; a pipeline of this model is not supported.")
+    if recipe is not None and not recipe.takes_num_items:
+        raise LigerDistError(
+            f"the forward of {stage} ignores num_items_in_batch, so that its loss would be a mean over one "
+            "micro-batch; a pipeline of this model is not supported."
+        )
 
 
 def _parameters_of(outer: nn.Module) -> str:
@@ -186,6 +255,12 @@ def _check_arguments(outer: object, config: object) -> None:
         )
     if not isinstance(config, WrapConfig):
         raise LigerDistError(f"config is {config!r}; expected a liger_dist.WrapConfig(...).")
+    if any((cls.__module__, cls.__name__) == PIPELINE_MODULE for cls in type(outer).__mro__):
+        raise LigerDistError(
+            "the model is a PipelineModule of DeepSpeed, whose layers are functions of a list without a lm_head that "
+            "computes its own loss; use torch.distributed.pipelining with stages of liger_dist.pipeline_stage "
+            "(docs/pipelines.md), or strategy='deepspeed' with ZeRO."
+        )
     if "_orig_mod" in outer._modules:
         raise LigerDistError(
             f"the model is a {type(outer).__name__} that torch.compile has made; wrap the model first and compile the "
@@ -216,6 +291,9 @@ def _check_unfused(model: nn.Module, config: WrapConfig, outputs: tuple[str, ...
 def _probe(
     outer: nn.Module, model: nn.Module, structure: Structure, config: WrapConfig
 ) -> tuple[LossRecipe | None, str | None]:
+    stage = stage_of(model)
+    if stage is not None and not stage.is_last:
+        return None, IN_LAST_STAGE.format(stage)
     if not config.fused_loss:
         return None, "WrapConfig(fused_loss=False)"
     try:

@@ -24,6 +24,7 @@ from .fused_head.model_loss import FusedLoss
 from .fused_head.outside_calls import checked_call, shared_mean
 from .model.documents import LENGTHS, read_documents
 from .model.peft import active_head
+from .model.stages import stage_of
 from .rank_agreement import GradientErrors, disagreements, disagreements_of_gradients
 from .record import Wrapped, inner_model, record_of
 from .sequences import gather_batch
@@ -552,7 +553,9 @@ def _objection(
     model: nn.Module, record: Wrapped, batch: dict[str, Any], *, with_teacher: bool, shares_sequences: bool
 ) -> str | None:
     """Why this rank cannot take part, before any rank has begun."""
-    labels = batch.get("labels")
+    labels, stage = batch.get("labels"), stage_of(inner_model(model))
+    if stage is not None:
+        return f"the model is {stage} of a pipeline; verify the uncut model, before liger_dist.pipeline_stage"
     if not isinstance(labels, Tensor):
         return "the batch has no labels; give every rank some with a target"
     if record.found.recipe is not None:

@@ -27,6 +27,7 @@ from .model.compile import compiled_call
 from .model.four_bit_experts import keep_scales_in_state_dict
 from .model.peft import base_model_of
 from .model.quantized import keep_order_of_bytes
+from .model.stages import stage_of
 from .model.structure import Structure
 from .model.undo import Undo
 from .record import RECORD, Findings, Wrapped, inner_model, record_of
@@ -62,7 +63,8 @@ def wrap(
     values. Other threads may run other models meanwhile, and not this one.
 
     Args:
-        model: a Hugging Face causal language model, or a ``PeftModel`` of one.
+        model: a Hugging Face causal language model, a ``PeftModel`` of one, or a stage of one that
+            :func:`liger_dist.pipeline_stage` has cut.
         strategy: a name, or an object with options such as ``FSDP2(param_dtype=torch.bfloat16)``.
 
             - "none": fuses only, for one process.
@@ -194,7 +196,8 @@ def _watch(wrapped: nn.Module, outer: nn.Module, model: nn.Module, record: Wrapp
     elif isinstance(strategy, Auto):
         refuse_adapters_later(wrapped, outer, model)
     undo.add(resharding.uninstall)
-    resharding.install(wrapped, outer, model, structure.decoder, may_shard_later=isinstance(strategy, Auto))
+    if stage_of(model) is None:  # The schedule of a pipeline unshards and reshards.
+        resharding.install(wrapped, outer, model, structure.decoder, may_shard_later=isinstance(strategy, Auto))
     if strategy.shards_parameters:
         mark_sharded(wrapped, strategy.name)
 

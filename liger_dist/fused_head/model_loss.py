@@ -28,6 +28,7 @@ from liger_dist.losses.shared_gradient import SharedGradient, budget_beside_sum
 from liger_dist.losses.spec import LossSpec, PendingGradients
 from liger_dist.losses.support import check_support
 from liger_dist.model.peft import has_active_dropout, without_fsdp1
+from liger_dist.model.stages import stage_of
 from liger_dist.model.structure import Structure
 from liger_dist.model.torch_modes import checkpoint_frame, is_captured, is_transformed, untraced
 from liger_dist.sharding import accelerate
@@ -92,7 +93,8 @@ class FusedLoss:
         self._original_loss_function_now = self.original_loss_function
         self._had_original_loss_function = module is not None and "_loss_function" in vars(module)
         self.is_encoder_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
-        self.warnings = CallWarnings(wrapped_by_caller=strategy == "auto")
+        self._is_stage = stage_of(model) is not None
+        self.warnings = CallWarnings(wrapped_by_caller=strategy == "auto" and not self._is_stage)
         self._read_early: tuple[object, PackedCall] | None = None
         """arguments of a call and its documents, from :meth:`check_early` to :meth:`begin`"""
         self._has_scored = False
@@ -460,6 +462,13 @@ class FusedLoss:
             check_support(spec.support_ids, aligned.labels, spec.ignore_index)
         return aligned, spec
 
+    def scored_labels(self, model: nn.Module, arguments: dict[str, Any]) -> tuple[Tensor, int]:
+        """Returns the labels of a call, aligned to the logits ``[B, S]`` that score them, and the ignored one."""
+        assert self.recipe is not None
+        call = self.signature.read(model, (), arguments)
+        aligned = call.aligned_labels(self.recipe, is_encoder_decoder=self.is_encoder_decoder)
+        return aligned.labels, call.ignore_index
+
     def _execution(
         self, model: nn.Module, call: Call, labels: Tensor, in_use: HeadInUse, *, with_summary: bool
     ) -> Execution:
@@ -476,6 +485,7 @@ class FusedLoss:
             label_summary=summary,
             max_valid_tokens=self.config.max_valid_tokens,
             is_first=not self._has_scored,
+            has_real_hidden=not self._is_stage,
             mean_groups=mean_over.groups,
             divide_factor=mean_over.divide_factor,
         )

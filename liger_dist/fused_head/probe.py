@@ -422,6 +422,7 @@ class _Probe:
 
     def _note_loss(self, output: Any) -> None:
         loss = output[0] if isinstance(output, tuple) and output else getattr(output, "loss", None)
+        loss = output if isinstance(output, Tensor) else loss  # From the last stage of a pipeline.
         if isinstance(loss, Tensor) and loss.numel() == 1 and not isinstance(loss, FusedLogits):
             self.losses.append(float(loss))
 

@@ -11,6 +11,9 @@ backward through a part of the graph frees what a later one through another part
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,6 +32,8 @@ PRODUCTS = ("MmBackward0", "AddmmBackward0", "BmmBackward0", "LinearBackward0")
 """nodes of autograd that save the operand of a weight; custom functions may too"""
 SUM = "AddBackward0"
 _WALKED = "liger_dist: walked"
+_SAVED: ContextVar[bool] = ContextVar("liger_dist_outputs_are_saved", default=False)
+"""True in a context of :func:`outputs_are_saved`"""
 
 
 def _has_private_names() -> bool:
@@ -73,9 +78,19 @@ class RecomputedFunction(torch.autograd.Function):
         raise NotImplementedError
 
 
+@contextmanager
+def outputs_are_saved() -> Iterator[None]:
+    """Within, forwards save their outputs: for a backward in parts of the graph, as zero-bubble schedules run it."""
+    token = _SAVED.set(True)
+    try:
+        yield
+    finally:
+        _SAVED.reset(token)
+
+
 def should_recompute(x: Tensor) -> bool:
     """True if an output of this size can and should be recomputed."""
-    if torch.compiler.is_compiling() or x.nbytes < MIN_BYTES:
+    if torch.compiler.is_compiling() or x.nbytes < MIN_BYTES or _SAVED.get():
         return False
     return _RECOMPUTES and torch._C._autograd._top_saved_tensors_default_hooks(False) is None
 

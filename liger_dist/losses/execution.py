@@ -36,6 +36,9 @@ class Execution:
     logits_dtype: LogitsDtype = None
     is_first: bool = False
     """True for the first loss of a model: checks over ranks are read at once instead of asserted on the device"""
+    has_real_hidden: bool = True
+    """False if the hidden states may be uninitialised memory, of which a stage of a pipeline infers shapes: they are
+    not compared over ranks then"""
     mean_groups: tuple[dist.ProcessGroup, ...] = ()
     """groups of the ranks whose tokens share one mean, one group for each mesh axis; empty for this rank alone"""
     divide_factor: float = 1.0

@@ -16,6 +16,7 @@ from liger_dist.errors import LigerDistError
 
 from .class_swap import SameLinearMap
 from .peft import TRAINED_ROWS, active_head, base_head, lora_objection, under_trained_rows
+from .stages import Absent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,10 +302,13 @@ def _stacks(root: nn.Module, declared: frozenset[str]) -> Iterator[tuple[tuple[n
     owner."""
     for owner in root.modules():
         for child in owner.children():
-            if not isinstance(child, nn.ModuleList) or len(child) == 0:
+            if not isinstance(child, nn.ModuleList):
                 continue
-            if all(_is_one_of(layer, declared) for layer in child) if declared else len({*map(type, child)}) == 1:
-                yield tuple(child), owner
+            layers = [layer for layer in child if not isinstance(layer, Absent)]
+            if not layers:
+                continue
+            if all(_is_one_of(layer, declared) for layer in layers) if declared else len({*map(type, layers)}) == 1:
+                yield tuple(layers), owner
 
 
 def _declared(model: nn.Module) -> frozenset[str]:

@@ -28,6 +28,7 @@ from liger_dist.fused_head.recipe import LossRecipe, NotFusableError
 from liger_dist.losses.labels import shifted_further
 from liger_dist.model.class_swap import MadeAtRunTime, present_as, subclass_of
 from liger_dist.model.peft import base_model_of
+from liger_dist.model.stages import stage_of
 from liger_dist.model.structure import PREDICTION, Structure, embedding_of, find_structure
 from liger_dist.trials.isolated import StandIn, torch_defaults
 
@@ -306,6 +307,11 @@ def _checked(model: nn.Module) -> tuple[nn.Module, Structure, LossRecipe]:
     name = type(inner).__name__
     if isinstance(inner, FusedModel):
         raise LigerDistError(f"this {name} is wrapped already; add MultiTokenPrediction before liger_dist.wrap.")
+    if stage_of(inner) is not None:
+        raise LigerDistError(
+            f"the model is {stage_of(inner)} of a pipeline, and the prediction of further tokens needs the embedding "
+            "and lm_head in one stage; leave mtp out."
+        )
     if "forward" in vars(inner):
         raise LigerDistError(
             f"the forward of this {name} was patched on the instance ({vars(inner)['forward']!r}), which would hide "

@@ -122,7 +122,14 @@ class TensorParallelAdapter:
         if isinstance(hidden_states, DTensor):
             # All-gathers sequence-parallel input; DTensor reduce-scatters its gradient in the backward.
             hidden_states = hidden_states.redistribute(mesh, [Replicate()]).to_local(grad_placements=[Partial()])
-        check_same_tokens(hidden_states, labels, group, spec=spec, waits=execution.is_first)
+        check_same_tokens(
+            hidden_states,
+            labels,
+            group,
+            spec=spec,
+            waits=execution.is_first,
+            compares_hidden=execution.has_real_hidden,
+        )
         return vocab_parallel_linear_cross_entropy(
             hidden_states,
             weight.to_local(),

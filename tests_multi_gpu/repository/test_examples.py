@@ -19,6 +19,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "lightning_module.py": ALONE,
     "opd_loop.py": TORCHRUN,
     "peft_lora.py": TORCHRUN,
+    "pipeline.py": (*TORCHRUN[:-1], "4"),
     "qlora.py": TORCHRUN,
     "trl_sft.py": ALONE,
 }
@@ -70,6 +71,10 @@ def test_it_prints_a_loss(name: str, tmp_path: Path) -> None:
         losses = [float(loss) for loss in re.findall(r"loss (\S+),", said)]
         assert len(losses) == 3
         assert losses[0] > losses[1] > losses[2]
+    if name == "pipeline.py":
+        pairs = re.findall(r"loss (\S+), of the uncut model (\S+)", said)
+        assert len(pairs) == 4
+        assert all(abs(float(one) - float(other)) < 1e-3 for one, other in pairs)
     if name == "opd_loop.py":
         divergences = [float(one) for one in re.findall(r"divergence (\S+) nats", said)]
         assert len(divergences) == 6
