@@ -24,6 +24,7 @@ from .errors import LigerDistError
 from .fused_layers.recompute import outputs_are_saved
 from .model.compile import compiled_call
 from .model.peft import peft_parameters
+from .model.quantized import four_bit_stacks
 from .model.stages import Absent, AbsentCall, AbsentEmbedding, AbsentHead, Stage, as_stage, stage_of
 from .model.structure import Structure, embedding_of, find_structure
 from .record import is_wrapped, record_of
@@ -89,7 +90,8 @@ def _check_arguments(model: nn.Module, index: int, num_stages: int) -> None:
         )
     if not (isinstance(index, int) and isinstance(num_stages, int) and 0 <= index < num_stages):
         raise LigerDistError(f"index is {index!r} and num_stages is {num_stages!r}; expected 0 <= index < num_stages.")
-    if peft_parameters(model) or getattr(model, "is_quantized", False):
+    is_quantized = getattr(model, "is_quantized", False) or next(four_bit_stacks(model), None) is not None
+    if peft_parameters(model) or is_quantized:
         raise LigerDistError(
             f"this {name} has {'adapters of PEFT' if peft_parameters(model) else 'quantised weights'}, which are not "
             "supported in pipelines; train it with strategy='fsdp2'."
