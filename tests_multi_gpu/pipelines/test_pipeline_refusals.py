@@ -102,7 +102,7 @@ def test_pipeline_stage_refuses_a_model_that_is_not_whole_or_tied() -> None:
     with pytest.raises(liger_dist.LigerDistError, match="has quantised weights"):
         liger_dist.pipeline_stage(quantized, 0, 2)
     parametrize = pytest.importorskip("bitsandbytes.nn.parametrize")
-    mixture = make_uncut("qwen3_moe")
+    mixture = make_uncut("qwen3_moe").float()
     parametrize.replace_parameter_4bit(mixture.model.layers[0].mlp.experts, "down_proj")
     with pytest.raises(liger_dist.LigerDistError, match="has quantised weights"):
         liger_dist.pipeline_stage(mixture, 0, 2)
