@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from liger_dist.errors import LigerDistError
 from liger_dist.model.class_swap import swapped
 from liger_dist.model.four_bit_experts import is_experts
-from liger_dist.model.peft import only_plain_adapter, target_parameters_of
+from liger_dist.model.peft import has_lora, only_plain_adapter, target_parameters_of
 from liger_dist.model.quantized import (
     four_bit_stack,
     four_bit_stacks,
@@ -534,13 +534,14 @@ def remove_leftover_lora(model: nn.Module) -> None:
 
 
 def correct_peft(model: nn.Module) -> list[RemovableHandle]:
-    """Removes after each forward of PEFT's modules what it leaves on parameters of 4 bits, and refuses to merge LoRA
-    into them: PEFT adds its product to a dequantised copy, which is freed. :func:`allow_merges` undoes the latter."""
-    hooks = []
-    for _, module in _lora_on_four_bits(model):
-        hooks.append(module.register_forward_hook(_remove_after_forward, always_call=True))
-        vars(module)["merge"] = _refuse_merge
-    return hooks
+    """Removes after each forward of PEFT's modules what it leaves on parameters of 4 bits, and refuses merges: PEFT
+    adds its product to a dequantised copy, which is freed. :func:`allow_merges` undoes the latter."""
+    modules = [module for _, module in _lora_on_four_bits(model)]
+    # On all layers: PEFT merges them one after the other, and rounds linear ones of 4 bits.
+    for layer in model.modules() if modules else ():
+        if has_lora(layer) and callable(getattr(layer, "merge", None)):
+            vars(layer)["merge"] = _refuse_merge
+    return [module.register_forward_hook(_remove_after_forward, always_call=True) for module in modules]
 
 
 def allow_merges(model: nn.Module) -> None:
@@ -557,8 +558,8 @@ def _remove_after_forward(module: Any, args: Any, output: Any) -> None:
 def _refuse_merge(*args: Any, **kwargs: Any) -> None:
     raise LigerDistError(
         "PEFT was asked to merge LoRA into experts of 4 bits: it would add the product to a dequantised copy, and the "
-        "LoRA would be lost. Save the adapter (model.save_pretrained) and merge it into the base in 16 bits, or write "
-        "the merged model of a run with liger-dist export."
+        "LoRA would be lost. Keep it as an adapter (model.save_pretrained), which PEFT loads on a base that is "
+        "quantised in the same way, or write the merged model of a run with liger-dist export."
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -271,6 +272,18 @@ def refused_order() -> str:
     return str(caught.value)
 
 
+def test_experts_that_a_folder_does_not_have_are_refused(tmp_path: Path) -> None:
+    """transformers would give them random values, such as those whose names ``save_pretrained`` has written."""
+    from transformers import BitsAndBytesConfig
+
+    four_bit("qwen3_moe", experts=True).save_pretrained(tmp_path)
+    with (
+        pytest.raises(liger_dist.LigerDistError, match="was not read within four_bit_experts"),
+        liger_dist.four_bit_experts(BitsAndBytesConfig(load_in_4bit=True)),
+    ):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
 def test_only_formats_of_4_bits_quantise_experts() -> None:
     from transformers import BitsAndBytesConfig
 
@@ -338,11 +351,14 @@ def test_verify_of_two_experts_parameters_keeps_their_lora() -> None:
 
 def test_lora_on_experts_of_4_bits_is_not_merged() -> None:
     """PEFT would merge it into a dequantised copy, and drop it."""
-    model = adapted(MIXTURE, on_experts(*BOTH) | {"target_modules": "none"}).train()
+    lora = on_experts(*BOTH)
+    model = adapted(MIXTURE, lora).train()
+    reference = in_fp64(model, MIXTURE, lora)
     wrapped = liger_dist.wrap(model, "none")
     for merge in (wrapped.merge_adapter, wrapped.merge_and_unload):
         with pytest.raises(liger_dist.LigerDistError, match="asked to merge LoRA into experts of 4 bits"):
             merge()
+    assert relative_error(wrapped, reference) < 1e-5  # No layer has been merged.
     with warnings.catch_warnings(action="ignore"):
         model = liger_dist.unwrap(wrapped)
     model.merge_adapter()
