@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import uuid
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -18,7 +19,16 @@ from .fused_head.model_loss import FULL_LOGITS, FusedLoss
 from .fused_head.wrapper_redirect import WrapperRedirect
 from .fused_layers import LayerReport, refuse_merged_weights, restore_layers, swap_layers
 from .fused_layers.attention_selection import AttentionSelection, select_attention
-from .fused_layers.experts import warn_of_missing_lora
+from .fused_layers.experts import (
+    EXPERTS,
+    LOW_RANK_EXPERTS,
+    allow_merges,
+    correct_peft,
+    has_lora_on_four_bits,
+    needs_grouped_lora,
+    remove_leftover_lora,
+    warn_of_missing_lora,
+)
 from .fused_layers.recurrent import RECURRENT
 from .fused_layers.swap import suspended_forwards
 from .hosts import HOSTS
@@ -90,6 +100,7 @@ def wrap(
             before any other collective.
     """
     config, outer, model = WrapConfig() if config is None else config, model, base_model_of(model)
+    remove_leftover_lora(model)
     chosen, found, origin = inspect_model(outer, strategy, mesh, config)
     if shards_sequences(chosen):
         # The tokens of a sequence are on several ranks, so that a mean over one of them would be of a part.
@@ -149,6 +160,8 @@ def _fuse(
     undo.add(_restore_attention, attention)
     hooks: list[RemovableHandle] = []
     undo.add(_remove_hooks, hooks)
+    undo.add(allow_merges)
+    hooks += correct_peft(model)
     hooks += packing.install(outer, model, found.structure, attention)
     if packing.recurrent is not None:
         backend = config.backend if config.layer_kernels else None
@@ -228,6 +241,13 @@ def unwrap(model: nn.Module) -> nn.Module:
     """
     inner = inner_model(model)
     record = record_of(inner)
+    if has_lora_on_four_bits(inner):
+        warnings.warn(
+            "this model has LoRA on experts of 4 bits, which PEFT's own forward computes otherwise: it reads the "
+            "second of two parameters without its LoRA, and adds that of one parameter once more in each call. Wrap "
+            "it again before you call it.",
+            stacklevel=2,
+        )
     unmark_sharded(model)
     record.undo.run(inner)
     if isinstance(model, FullyShardedDataParallel):
@@ -270,7 +290,10 @@ def original_layers(
         else:
             keeps_rows = keeps_rows and record.found.packing.recurrent is not None
             kept += ["recurrent layers on rows of single documents, which its own mix"] if keeps_rows else []
-            keeps = RECURRENT if keeps_rows else None
+            keeps = [RECURRENT] if keeps_rows else []
+            if needs_grouped_lora(inner):
+                kept.append("LoRA on experts of 4 bits, of which PEFT's own forward reads one parameter without it")
+                keeps += [LOW_RANK_EXPERTS, EXPERTS]
             stack.enter_context(suspended_forwards(inner, owner=record.owner, keeps=keeps))
         if keeps_attention and record.attention.selected is not None:
             kept.append("attention within documents, which the model's own does not separate")

@@ -395,13 +395,13 @@ def _weights(path: Path, description: dict[str, Any], model: Any, entry: str) ->
         wanted: dict[str, Any] = model.state_dict()
         if description["lora"] is not None:
             wanted = {name: value for name, value in wanted.items() if name in trained}
-        # An average has one name of tied weights.
-        names = dict(model.named_parameters()).keys() if entry == "ema" else wanted.keys()
+        # An average has one name of tied weights, and what is trained alone.
+        names = {n for n, p in model.named_parameters() if p.requires_grad} if entry == "ema" else wanted.keys()
         written = _names_in_run(model) if FOUR_BIT_EXPERTS in (description["lora"] or ()) else {}
         entries = {entry: {written.get(n, n): value for n, value in wanted.items() if n in names}}
-        # An average has no buffers, such as the biases of routers.
-        buffers = dict(model.named_buffers()).keys()
-        entries |= {"model": {n: value for n, value in wanted.items() if n in buffers}} if entry == "ema" else {}
+        # Buffers and frozen parameters, such as the biases of routers.
+        frozen = {n for n, p in model.named_parameters() if not p.requires_grad} | dict(model.named_buffers()).keys()
+        entries |= {"model": {n: value for n, value in wanted.items() if n in frozen}} if entry == "ema" else {}
         load_state({name: values for name, values in entries.items() if values}, path)
         return wanted
     os.environ.setdefault("DS_ACCELERATOR", "cpu")

@@ -22,12 +22,19 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from liger_dist.errors import LigerDistError
 from liger_dist.model.class_swap import swapped
 from liger_dist.model.four_bit_experts import is_experts
-from liger_dist.model.peft import only_plain_adapter, target_parameters_of
-from liger_dist.model.quantized import four_bit_stack, four_bit_stacks
+from liger_dist.model.peft import has_lora, only_plain_adapter, target_parameters_of
+from liger_dist.model.quantized import (
+    four_bit_stack,
+    four_bit_stacks,
+    has_four_bits,
+    lora_of_peft,
+    remove_lora_of_peft,
+)
 from liger_dist.model.torch_modes import is_transformed
 from liger_dist.trials.attributes import Attributes, numbers_of
 from liger_dist.trials.isolated import LeftAloneError, probing
@@ -297,6 +304,12 @@ def _with_low_rank(
 def _tensors(module: nn.Module, match: ExpertsMatch) -> tuple[ExpertTensors, ExpertOptions]:
     """Returns the parameters of a module, and options that say which of them are of 4 bits."""
     stacks = [None if name is None else four_bit_stack(module, name) for name in match.names]
+    if sum(lora_of_peft(module, name) for name in match.names[:2] if name is not None) > 1:
+        raise LigerDistError(
+            f"PEFT has added LoRA more than once to the experts of 4 bits of a {type(module).__name__}, or to two of "
+            "their parameters, of which it reads one without: its modules were put around them after liger_dist.wrap. "
+            "Add adapters before wrap, or call liger_dist.unwrap(model) and wrap it again."
+        )
     stacks = [stack if stack is not None and stack.is_full else None for stack in stacks]
     # As attributes: FSDP1 keeps full weights there, and not among the parameters.
     named = {
@@ -496,6 +509,60 @@ def _reads_one_without_lora(module: nn.Module, inside: nn.Module) -> bool:
     return is_nested and next(four_bit_stacks(inside), None) is not None
 
 
+def needs_grouped_lora(model: nn.Module) -> bool:
+    """True if PEFT's own forward would compute something else than LoRA on all parameters of 4 bits."""
+    return any(_reads_one_without_lora(module, experts_inside(module)) for _, module in _lora_on_four_bits(model))
+
+
+def has_lora_on_four_bits(model: nn.Module) -> bool:
+    """True if PEFT has put a module around a parameter of 4 bits."""
+    return next(_lora_on_four_bits(model), None) is not None
+
+
+def _lora_on_four_bits(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yields name and module of PEFT around each parameter of 4 bits."""
+    for name, module in model.named_modules():
+        is_around = "base_layer" in module._modules and hasattr(module, "parameter_name")
+        if is_around and has_four_bits(experts_inside(module), module.parameter_name):
+            yield name, module
+
+
+def remove_leftover_lora(model: nn.Module) -> None:
+    """Removes the LoRA that PEFT's forwards have left on parameters of 4 bits, see :func:`.remove_lora_of_peft`."""
+    for _, module in _lora_on_four_bits(model):
+        remove_lora_of_peft(experts_inside(module), module.parameter_name)
+
+
+def correct_peft(model: nn.Module) -> list[RemovableHandle]:
+    """Removes after each forward of PEFT's modules what it leaves on parameters of 4 bits, and refuses merges: PEFT
+    adds its product to a dequantised copy, which is freed. :func:`allow_merges` undoes the latter."""
+    modules = [module for _, module in _lora_on_four_bits(model)]
+    # On all layers: PEFT merges them one after the other, and rounds linear ones of 4 bits.
+    for layer in model.modules() if modules else ():
+        if has_lora(layer) and callable(getattr(layer, "merge", None)):
+            vars(layer)["merge"] = _refuse_merge
+    return [module.register_forward_hook(_remove_after_forward, always_call=True) for module in modules]
+
+
+def allow_merges(model: nn.Module) -> None:
+    """Undoes the refusals of :func:`correct_peft`."""
+    for module in model.modules():
+        if vars(module).get("merge") is _refuse_merge:
+            del vars(module)["merge"]
+
+
+def _remove_after_forward(module: Any, args: Any, output: Any) -> None:
+    remove_lora_of_peft(experts_inside(module), module.parameter_name)
+
+
+def _refuse_merge(*args: Any, **kwargs: Any) -> None:
+    raise LigerDistError(
+        "PEFT was asked to merge LoRA into experts of 4 bits: it would add the product to a dequantised copy, and the "
+        "LoRA would be lost. Keep it as an adapter (model.save_pretrained), which PEFT loads on a base that is "
+        "quantised in the same way, or write the merged model of a run with liger-dist export."
+    )
+
+
 def refuse_merged_weights(model: nn.Module, strategy: str) -> None:
     """Refuses LoRA that PEFT merges into a parameter in each forward, where it cannot.
 
@@ -510,6 +577,11 @@ def refuse_merged_weights(model: nn.Module, strategy: str) -> None:
                 f"{name} has LoRA on {module.parameter_name} of experts that transformers has put on several ranks "
                 "(ep_size), each of which has some of them; leave target_parameters out, or load the model without "
                 "ep_size."
+            )
+        if module.merged and has_four_bits(experts_inside(module), module.parameter_name):
+            raise LigerDistError(
+                f"PEFT has merged the LoRA of {name} into {module.parameter_name}, which is of 4 bits: it added the "
+                "product to a dequantised copy, and the LoRA is lost; call model.unmerge_adapter() before wrap."
             )
         if not isinstance(module, Swapped) and _reads_one_without_lora(module, experts_inside(module)):
             raise LigerDistError(
@@ -530,17 +602,24 @@ def warn_of_missing_lora(outer: nn.Module, model: nn.Module) -> None:
     """Warns of experts of 4 bits that PEFT has not matched: it compares quantised parameters by full names, and others
     by the ends of their names, to which it translates ``target_modules``."""
     wanted = target_parameters_of(outer)
-    if not wanted:
+    if not any(wanted.values()):
         return
-    around: set[Any] = {(experts_inside(m), m.parameter_name) for m in model.modules() if hasattr(m, "parameter_name")}
-    found = [(name, module, stack.name) for name, module, stack in four_bit_stacks(model) if stack.name in wanted]
-    left = [name for name, module, parameter in found if (module, parameter) not in around]
+    around: dict[Any, Any] = {
+        (experts_inside(m), m.parameter_name): m.lora_A for m in model.modules() if hasattr(m, "parameter_name")
+    }
+    left = [
+        (adapter, name)
+        for name, module, stack in four_bit_stacks(model)
+        for adapter, parameters in wanted.items()
+        if stack.name in parameters and adapter not in around.get((module, stack.name), ())
+    ]
     if left:
+        adapter, name = left[0]
         warnings.warn(
-            f"PEFT has no LoRA on {left[0]} and {len(left) - 1} more parameters of experts of 4 bits, though "
-            f"target_parameters has {left[0].rpartition('.')[2]}: it finds quantised ones by their full names alone. "
-            "Pass them before wrap: target_parameters=[name for name, module in base.named_modules() ...], as "
-            "docs/adapters.md shows.",
+            f"PEFT has no LoRA of the adapter {adapter!r} on {name} and {len(left) - 1} more parameters of experts of "
+            f"4 bits, though target_parameters has {name.rpartition('.')[2]}: it finds quantised ones by their full "
+            "names alone, and for the first adapter of a model alone. Pass them before wrap: "
+            "target_parameters=[name for name, module in base.named_modules() ...], as docs/adapters.md shows.",
             stacklevel=4,
         )
 

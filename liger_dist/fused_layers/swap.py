@@ -7,7 +7,7 @@ falls back to the original one wherever the module has changed since it was matc
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -181,13 +181,13 @@ def restore_forward(module: nn.Module, *, owner: str) -> None:
 
 
 @contextmanager
-def suspended_forwards(model: nn.Module, *, owner: str, keeps: Kind | None = None) -> Iterator[None]:
+def suspended_forwards(model: nn.Module, *, owner: str, keeps: Collection[Kind] = ()) -> Iterator[None]:
     """Restores the original forwards of modules that :func:`swap_forward` of this owner has swapped, but for those of
-    the kind ``keeps``, within the context."""
+    the kinds ``keeps``, within the context."""
     swapped = [
         (module, type(module), match_of(module))
         for module in model.modules()
-        if isinstance(module, Swapped) and vars(module)[_OWNER] == owner and module._liger_dist_kind is not keeps
+        if isinstance(module, Swapped) and vars(module)[_OWNER] == owner and module._liger_dist_kind not in keeps
     ]
     try:
         for module, _, _ in swapped:

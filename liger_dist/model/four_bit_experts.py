@@ -51,11 +51,12 @@ def four_bit_experts(quantization: Any) -> Iterator[None]:
 
     Args:
         quantization: the ``BitsAndBytesConfig`` of the model. Its ``bnb_4bit_quant_type`` and
-            ``bnb_4bit_use_double_quant`` count; bytes are uint8 whatever ``bnb_4bit_quant_storage`` is.
+            ``bnb_4bit_use_double_quant`` count; bytes are uint8 whatever ``bnb_4bit_quant_storage`` is, and all stacks
+            are quantised whatever ``llm_int8_skip_modules`` has.
 
     Raises:
-        LigerDistError: ``quantization`` is not one of 4 bits, bitsandbytes is not installed, or
-            ``sharded_loading`` has been entered first.
+        LigerDistError: ``quantization`` is not one of 4 bits, bitsandbytes is not installed,
+            ``sharded_loading`` has been entered first, or the folder has no values for experts.
     """
     if not getattr(quantization, "load_in_4bit", False):
         raise LigerDistError(
@@ -66,9 +67,15 @@ def four_bit_experts(quantization: Any) -> Iterator[None]:
     from transformers import modeling_utils
 
     states: dict[tuple[nn.Module, str], Any] = {}
+    registered: set[tuple[nn.Module, str]] = set()
 
     def quantise(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        if parameter is None or not _is_stack(module, parameter):
+        if parameter is None:
+            return None
+        # from_pretrained makes the model without storage.
+        if parameter.is_meta and parameter.dim() == 3:
+            registered.add((module, name))
+        if not _is_stack(module, parameter):
             return None
         packed, states[module, name] = _quantised(parameter, quantization)
         vars(packed)[READ] = True
@@ -81,6 +88,14 @@ def four_bit_experts(quantization: Any) -> Iterator[None]:
             yield
     finally:
         hook.remove()
+    for module, name in registered - states.keys():
+        left = module._parameters.get(name)
+        if is_experts(module) and left is not None and not left.is_meta:
+            raise LigerDistError(
+                f"{name} of a {type(module).__name__} was not read within four_bit_experts, so that it has random "
+                "values: the folder has no values for it. What save_pretrained has written of a base whose experts are "
+                "of 4 bits cannot be read; give the folder of the model in floating point."
+            )
     for (module, name), state in states.items():
         _parametrise(module, name, state)
 

@@ -44,11 +44,13 @@ def needs_own_root(outer: nn.Module, model: nn.Module) -> bool:
     return "forward" in vars(tuner) or (code is not None and "forward" in code.co_names)
 
 
-def target_parameters_of(outer: nn.Module) -> set[str]:
-    """Returns the last part of each name in ``target_parameters`` of a ``PeftModel``; nothing of any other model."""
+def target_parameters_of(outer: nn.Module) -> dict[str, set[str]]:
+    """Returns the last part of each name in ``target_parameters``, by the adapters of a ``PeftModel``; nothing of any
+    other model."""
     configs: Any = getattr(outer, "peft_config", None) or {}
     return {
-        name.rpartition(".")[2] for one in configs.values() for name in getattr(one, "target_parameters", None) or ()
+        adapter: {name.rpartition(".")[2] for name in getattr(one, "target_parameters", None) or ()}
+        for adapter, one in configs.items()
     }
 
 

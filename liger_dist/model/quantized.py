@@ -85,6 +85,37 @@ def four_bit_stack(module: nn.Module, name: str) -> FourBitStack | None:
     return FourBitStack(owner, name) if is_plain else None
 
 
+def lora_of_peft(module: nn.Module, name: str) -> int:
+    """Counts what PEFT's forwards have added to a parameter of 4 bits as further parametrizations."""
+    owner = _four_bit_owner(module, name)
+    return 0 if owner is None else sum(map(_is_of_peft, owner))
+
+
+def remove_lora_of_peft(module: nn.Module, name: str) -> None:
+    """Removes what a forward of PEFT has added to a parameter of 4 bits and left there.
+
+    PEFT 0.21.2 does not find its ``_LoraFactorsProxy`` again in the list of a quantised parameter: the next forward
+    would add LoRA once more."""
+    owner = _four_bit_owner(module, name)
+    while owner is not None and _is_of_peft(owner[-1]):
+        del owner[-1]
+
+
+def has_four_bits(module: nn.Module, name: str) -> bool:
+    """True for a parameter that ``bitsandbytes.nn.parametrize`` has quantised, also within a forward of PEFT."""
+    return _four_bit_owner(module, name) is not None
+
+
+def _four_bit_owner(module: nn.Module, name: str) -> Any:
+    lists = module._modules.get("parametrizations")
+    owner: Any = None if lists is None else lists._modules.get(name)
+    return owner if owner is not None and isinstance(owner[0], _parametrization_class()) else None
+
+
+def _is_of_peft(parametrization: nn.Module) -> bool:
+    return type(parametrization).__module__.startswith("peft.")
+
+
 def four_bit_stacks(model: nn.Module) -> Iterator[tuple[str, nn.Module, FourBitStack]]:
     """Yields name, module and parameter of each one that ``bitsandbytes.nn.parametrize`` has quantised."""
     for prefix, module in model.named_modules():

@@ -131,6 +131,27 @@ def test_a_run_is_balanced_resumed_and_exported(data: Path, cache: Path, tmp_pat
             assert torch.equal(bias, truth)
 
 
+@pytest.mark.nightly
+def test_frozen_biases_are_in_an_export_of_the_average(data: Path, cache: Path, tmp_path: Path) -> None:
+    """Ernie has them as parameters, which are not averaged."""
+    from transformers import Ernie4_5_MoeConfig
+
+    sizes = {"vocab_size": 601, "hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 16}
+    sizes |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    sizes |= {"moe_num_experts": EXPERTS, "moe_k": 2, "moe_layer_start_index": 0, "max_position_embeddings": 64}
+    AutoModelForCausalLM.from_config(Ernie4_5_MoeConfig(**sizes)).save_pretrained(tmp_path / "base")
+    changes: dict[str, Any] = {"model": str(tmp_path / "base"), "tokenizer": str(cache / "tokenizer")}
+    changes |= {"strategy": "none", "ema_decay": 0.5, "layer_kernels": False, "router_bias_rate": 0.1}
+    train(config_for(data, cache, tmp_path / "run", sequence_length=32, **changes))
+    found = []
+    for ema in (False, True):
+        export(tmp_path / "run", tmp_path / f"model {ema}", step=None, ema=ema)
+        weights = AutoModelForCausalLM.from_pretrained(tmp_path / f"model {ema}").state_dict()
+        found.append(next(value for name, value in weights.items() if name.endswith("e_score_correction_bias")))
+    assert found[0].abs().max() > 0.05
+    assert torch.equal(*found)
+
+
 def refused_in_a_run(data: Path, cache: Path, folder: Path, **changes: Any) -> str:
     with pytest.raises(liger_dist.LigerDistError) as caught:
         train(config_for(data, cache, folder, router_bias_rate=0.01, **changes))

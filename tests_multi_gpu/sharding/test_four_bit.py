@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import itertools
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +14,8 @@ import torch.distributed as dist
 from full_tensors import full_gradients
 from harness import Workers
 from layouts import zero_settings
-from models import make_batch, make_config, make_model
-from quantized import STORAGES, STRATEGIES, adapted, folder, four_bit, outcomes
+from models import make_batch, make_config, make_model, true_loss_sum
+from quantized import STORAGES, STRATEGIES, adapted, folder, four_bit, in_fp64, outcomes
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor
@@ -22,6 +24,7 @@ from transformers import AutoModelForCausalLM
 import liger_dist
 from liger_dist.model.quantized import four_bit_stacks
 from liger_dist.sharding.process_groups import compute_device
+from liger_dist.wrap import original_layers
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 peft = pytest.importorskip("peft")
@@ -269,6 +272,18 @@ def refused_order() -> str:
     return str(caught.value)
 
 
+def test_experts_that_a_folder_does_not_have_are_refused(tmp_path: Path) -> None:
+    """transformers would give them random values, such as those whose names ``save_pretrained`` has written."""
+    from transformers import BitsAndBytesConfig
+
+    four_bit("qwen3_moe", experts=True).save_pretrained(tmp_path)
+    with (
+        pytest.raises(liger_dist.LigerDistError, match="was not read within four_bit_experts"),
+        liger_dist.four_bit_experts(BitsAndBytesConfig(load_in_4bit=True)),
+    ):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
 def test_only_formats_of_4_bits_quantise_experts() -> None:
     from transformers import BitsAndBytesConfig
 
@@ -286,10 +301,99 @@ def test_two_experts_parameters_need_grouped_products() -> None:
         liger_dist.wrap(model, "none", config=liger_dist.WrapConfig(layer_kernels=False))
 
 
+def on_experts(*parameters: str) -> dict[str, Any]:
+    names = [f"model.layers.{layer}.mlp.experts.{name}" for layer in range(2) for name in parameters]
+    return {"target_modules": ["q_proj"], "target_parameters": names}
+
+
+MIXTURE = {"family": "qwen3_moe", "experts": True}
+BOTH = ("gate_up_proj", "down_proj")
+
+
+def relative_error(model: Any, reference: Any) -> float:
+    """Of the loss, against the dequantised model in fp64."""
+    loss_sum, tokens = true_loss_sum(reference, make_batch(0))
+    return abs(float(model(**make_batch(0)).loss.detach()) / float(loss_sum / tokens) - 1)
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+def test_peft_does_not_add_lora_on_experts_twice(kernels: bool) -> None:
+    """PEFT leaves its LoRA on quantised parameters after each of its own forwards."""
+    lora = on_experts("down_proj")
+    model = adapted(MIXTURE, lora).train()
+    reference = in_fp64(model, MIXTURE, lora)
+    with torch.no_grad():
+        model(**make_batch(0))
+    wrapped = liger_dist.wrap(model, "none", config=liger_dist.WrapConfig(layer_kernels=kernels))
+    with torch.no_grad():
+        for _ in range(2):
+            assert relative_error(wrapped, reference) < 1e-5
+        with original_layers(wrapped):
+            for _ in range(2):
+                assert relative_error(wrapped, reference) < 1e-5
+    assert relative_error(wrapped, reference) < 1e-5
+
+
+@pytest.mark.nightly
+def test_verify_of_two_experts_parameters_keeps_their_lora() -> None:
+    lora = on_experts(*BOTH)
+    model = adapted(MIXTURE, lora).train()
+    reference = in_fp64(model, MIXTURE, lora)
+    wrapped = liger_dist.wrap(model, "none")
+    verification = liger_dist.verify(wrapped, make_batch(0))
+    assert verification.ok
+    assert "LoRA on experts of 4 bits" in str(verification)
+    assert relative_error(wrapped, reference) < 1e-5
+    with pytest.warns(UserWarning, match="LoRA on experts of 4 bits, which PEFT's own forward computes otherwise"):
+        liger_dist.unwrap(wrapped)
+    assert relative_error(liger_dist.wrap(model, "none"), reference) < 1e-5
+
+
+def test_lora_on_experts_of_4_bits_is_not_merged() -> None:
+    """PEFT would merge it into a dequantised copy, and drop it."""
+    lora = on_experts(*BOTH)
+    model = adapted(MIXTURE, lora).train()
+    reference = in_fp64(model, MIXTURE, lora)
+    wrapped = liger_dist.wrap(model, "none")
+    for merge in (wrapped.merge_adapter, wrapped.merge_and_unload):
+        with pytest.raises(liger_dist.LigerDistError, match="asked to merge LoRA into experts of 4 bits"):
+            merge()
+    assert relative_error(wrapped, reference) < 1e-5  # No layer has been merged.
+    with warnings.catch_warnings(action="ignore"):
+        model = liger_dist.unwrap(wrapped)
+    model.merge_adapter()
+    with pytest.raises(liger_dist.LigerDistError, match=r"the LoRA is lost; call model\.unmerge_adapter"):
+        liger_dist.wrap(model, "none")
+
+
+@pytest.mark.parametrize("parameters", [BOTH[1:], BOTH])
+def test_lora_on_experts_of_4_bits_is_not_added_after_wrap(parameters: tuple[str, ...]) -> None:
+    wrapped = liger_dist.wrap(adapted(MIXTURE, {"target_modules": ["q_proj"]}).train(), "none")
+    wrapped.add_adapter("late", peft.LoraConfig(r=2, init_lora_weights=False, **on_experts(*parameters)))
+    wrapped.set_adapter("late")
+    with torch.no_grad(), pytest.raises(liger_dist.LigerDistError, match=r"put around them after liger_dist\.wrap"):
+        losses_of_two_calls(wrapped)
+
+
+def losses_of_two_calls(model: Any) -> list[float]:
+    return [float(model(**make_batch(0)).loss) for _ in range(2)]
+
+
 def test_experts_that_peft_does_not_match_are_named() -> None:
     """ "all-linear" has them in a model that is not quantised."""
     model = adapted({"family": "qwen3_moe", "experts": True}, {})
-    with pytest.warns(UserWarning, match="PEFT has no LoRA on model.layers.0.mlp.experts.down_proj and 3 more"):
+    with pytest.warns(
+        UserWarning,
+        match=r"PEFT has no LoRA of the adapter 'default' on .*experts\.down_proj and 3 more",
+    ):
+        liger_dist.wrap(model, "none")
+
+
+def test_experts_that_a_second_adapter_does_not_match_are_named() -> None:
+    """PEFT passes over them without a word."""
+    model = adapted(MIXTURE, on_experts(*BOTH))
+    model.add_adapter("second", peft.LoraConfig(r=2, **on_experts(*BOTH)))
+    with pytest.warns(UserWarning, match="PEFT has no LoRA of the adapter 'second' on .*down_proj and 3 more"):
         liger_dist.wrap(model, "none")
 
 
