@@ -87,8 +87,8 @@ def wrap(
               DTensors with other tensors in one foreach update: give the DTensor parameters a separate group, or
               ``foreach=False``.
         mesh: shorthand for the option ``mesh`` of "fsdp1", "fsdp2" and "tp" given by name: a DeviceMesh or its shape,
-            ``(shard,)`` or ``(replicate, shard)``; all ranks in one shard group by default. A last axis named "tp" is
-            tensor-parallel under "fsdp2".
+            ``(shard,)`` or ``(replicate, shard)``; all ranks in one shard group by default. Under "fsdp2" a
+            last axis named "tp" is tensor-parallel, and one named "sp" shards sequences.
         config: what is fused; see :class:`WrapConfig`.
 
     Returns:

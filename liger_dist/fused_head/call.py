@@ -289,7 +289,7 @@ class Signature:
 
 
 def options_for(loss_function: Callable[..., Any], call: Call, *, reason: str) -> dict[str, Any]:
-    """The loss options of a call whose loss is not fused, as keywords for ``loss_function``.
+    """Returns the loss options of a call whose loss is not fused, as keywords for ``loss_function``.
 
     Raises:
         LigerDistError: it has no parameter for one of them, so that it would be dropped.
@@ -358,7 +358,7 @@ def _keywords_below(model: nn.Module) -> Iterable[str]:
 
 
 def _typed_keywords(cls: type[nn.Module], parameter: Parameter) -> Iterable[str]:
-    """The keys of ``**kwargs: Unpack[SomeTypedDict]``."""
+    """Returns the keys of ``**kwargs: Unpack[SomeTypedDict]``."""
     if parameter.kind is not Parameter.VAR_KEYWORD or parameter.annotation is Parameter.empty:
         return
     for typed in get_args(parameter.annotation):

@@ -53,7 +53,7 @@ class ComputesLoss(MadeAtRunTime, nn.Module):
 
     @untraced
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """``[..., D]`` to ``[..., V]`` logits, or to ``[..., 0]`` carrying the loss."""
+        """Maps ``[..., D]`` to ``[..., V]`` logits, or to ``[..., 0]`` carrying the loss."""
         if not isinstance(self, ComputesLoss):
             # Called through a stale bound method after unwrap.
             return type(self).forward(self, hidden_states, *args, **kwargs)

@@ -69,7 +69,7 @@ class TensorOperand:
         """the operand of the latest call, which had these values"""
 
     def kept(self) -> TensorOperand:
-        """A copy with memory that the model does not write to."""
+        """Returns a copy with memory that the model does not write to."""
         copy = TensorOperand(self.tensor.clone())
         copy.trains = self.trains
         return copy
@@ -125,7 +125,7 @@ class CarriedLoss(Protocol):
     """The loss that zero-width logits carry."""
 
     def inline_loss(self, logits: FusedLogits, targets: Any, options: dict[str, Any]) -> Tensor:
-        """The loss, where the model's forward calls ``torch.nn.functional.cross_entropy`` itself.
+        """Returns the loss, where the model's forward calls ``torch.nn.functional.cross_entropy`` itself.
 
         Args:
             options: the other arguments of that call.
@@ -149,28 +149,28 @@ class FusedLogits(Tensor):
 
     @staticmethod
     def carrying(logits: Tensor, loss: CarriedLoss | None, *, vocab_size: int) -> FusedLogits:
-        """``logits`` ``[..., 0]`` that carry ``loss``; without one they refuse to be read."""
+        """Makes ``logits`` ``[..., 0]`` that carry ``loss``; without one they refuse to be read."""
         carrier: FusedLogits = _Carry.apply(logits)  # type: ignore[no-untyped-call]
         state = {"_carried": loss, "_vocab_size": vocab_size, "_reshapes": (), "_changes": (), "_is_clipped": False}
         vars(carrier).update(state, _writes=[], _seen=())
         return carrier
 
     def refusing(self) -> FusedLogits:
-        """The same outside of the graph and of its call, refused wherever it is read."""
+        """Makes the same outside of the graph and of its call, refused wherever it is read."""
         twin = FusedLogits.carrying(self.as_subclass(Tensor).detach(), None, vocab_size=vars(self)["_vocab_size"])
         vars(twin)["_reshapes"] = vars(self)["_reshapes"]
         return twin
 
     @property
     def carried(self) -> CarriedLoss | None:
-        """The loss that this tensor carries; None after its call."""
+        """Returns the loss that this tensor carries; None after its call."""
         loss: CarriedLoss | None = vars(self)["_carried"]
         return loss
 
     @property
     def changes(self) -> tuple[tuple[Any, ...], ...]:
-        """The arithmetic and selections that the model's code has done: name and operands of each operation, then
-        writes to views and aliases. Slices are counted from both ends, so that they are the same at every length."""
+        """Returns the arithmetic and selections that the model's code has done: name and operands of each operation,
+        then writes to views and aliases. Slices are counted from both ends, so that they fit every length."""
         changes: tuple[tuple[Any, ...], ...] = vars(self)["_changes"]
         writes, seen = vars(self)["_writes"], vars(self)["_seen"]
         if len(writes) == len(seen):
@@ -257,7 +257,7 @@ class FusedLogits(Tensor):
         return result
 
     def _after(self, operation: _Operation) -> FusedLogits:
-        """This tensor after a view or a selection, which change the sizes of logits and nothing here."""
+        """Returns this tensor after a view or a selection, which change the sizes of logits and nothing here."""
         with torch._C.DisableTorchFunctionSubclass():
             twin = self.as_subclass(FusedLogits)
         vars(twin).update(vars(self), _reshapes=(*vars(self)["_reshapes"], operation))
@@ -270,7 +270,7 @@ class FusedLogits(Tensor):
             return torch.Size((*self.shape[:-1], vars(self)["_vocab_size"]))
 
     def _without_memory(self) -> Tensor:
-        """A tensor on the meta device that has the sizes of the logits at this place of the model's code."""
+        """Returns a tensor on the meta device that has the sizes of the logits at this place of the model's code."""
         with torch._C.DisableTorchFunctionSubclass():
             logits = torch.empty((*self.shape[:-1], vars(self)["_vocab_size"]), device="meta")
         for operation in vars(self)["_reshapes"]:
@@ -295,7 +295,7 @@ class _Operation:
         return _Operation(func, positional, named)
 
     def on(self, logits: Tensor) -> Any:
-        """The same call with ``logits`` on the meta device. A mask is read: it decides the size."""
+        """Returns the same call with ``logits`` on the meta device. A mask is read: it decides the size."""
         if self.func.__name__ == "masked_select":
             mask = next(value for value in (*self.args, *self.kwargs.values()) if value is not _LOGITS)
             return logits.new_empty(int(mask.expand(logits.shape).sum()))
@@ -305,7 +305,7 @@ class _Operation:
 
 
 def _on_meta(value: Any) -> Any:
-    """An operand on the meta device, masks among the indices as the indices that they select."""
+    """Returns an operand on the meta device, masks among the indices as the indices that they select."""
     if isinstance(value, Tensor):
         return _on_meta((value,)) if value.dtype == torch.bool else value.to("meta")
     if not isinstance(value, tuple):

@@ -53,7 +53,7 @@ _ARGUMENTS_OF_LOSSES = ("logits", "labels", "vocab_size", "num_items_in_batch", 
 
 
 def _tensors_of(call: Call) -> tuple[tuple[str, int], ...]:
-    """The tensors that say where documents are, by identity."""
+    """Returns the tensors that say where documents are, by identity."""
     return tuple((name, id(call.named.get(name))) for name in ("input_ids", "inputs_embeds", *ARGUMENTS))
 
 

@@ -54,7 +54,7 @@ class WithoutLogits(WithOutputs):
         return super().__getitem__(key)  # type: ignore[misc]
 
     def to_tuple(self) -> tuple[Any, ...]:
-        """The fields that exist, in their order; at the place of the logits a tensor that refuses to be read."""
+        """Returns the fields that exist, in their order; in place of logits a tensor that refuses to be read."""
         cls, _ = type(self)._liger_dist_made_of  # type: ignore[attr-defined]
         values = dict(self.items())
         if "logits" not in values:
@@ -65,8 +65,8 @@ class WithoutLogits(WithOutputs):
 
 
 def fused_output(output: Any, outputs: dict[str, Tensor], *, model_name: str, without_logits: bool) -> Any:
-    """A model's ``output`` with ``outputs`` as fields. Any other container stays as it is; the logits in it refuse to
-    be read.
+    """Returns a model's ``output`` with ``outputs`` as fields. Any other container stays as it is; the logits in it
+    refuse to be read.
 
     Raises:
         LigerDistError: there are outputs, and the model returns a tuple.
@@ -102,8 +102,8 @@ def with_field(output: Any, name: str, value: Tensor, *, loss: Tensor) -> Any:
 
 
 def with_logits(output: WithOutputs, logits: Any) -> Any:
-    """The fused output of a call that had no labels, with ``logits`` that stand for those that were never computed. The
-    outputs stay: DDP looks among the fields for the graph that the backward will run."""
+    """Returns the fused output of a call that had no labels, with ``logits`` that stand for those that were never
+    computed. The outputs stay: DDP looks among the fields for the graph that the backward will run."""
     cls, outputs = type(output)._liger_dist_made_of  # type: ignore[attr-defined]
     made = _class_of(cls, outputs, without_logits=False)
     return made(**(dict(output.items()) | {"logits": logits, "loss": None}))
@@ -125,5 +125,5 @@ def _class_of(cls: Any, outputs: tuple[str, ...], *, without_logits: bool) -> An
 
 
 def _rebuilt(cls: Any, outputs: tuple[str, ...], without_logits: bool, values: dict[str, Any]) -> Any:
-    """From a pickle, which cannot name a class made at run time."""
+    """Rebuilds an output from a pickle, which cannot name a class made at run time."""
     return _class_of(cls, outputs, without_logits=without_logits)(**values)

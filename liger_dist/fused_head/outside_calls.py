@@ -60,15 +60,15 @@ def checked_call(loss: FusedLoss, model: nn.Module, batch: dict[str, Any]) -> tu
 
 
 def aligned_labels(loss: FusedLoss, model: nn.Module, batch: dict[str, Any]) -> AlignedLabels:
-    """The labels of ``batch``, aligned to the logits."""
+    """Returns the labels of ``batch``, aligned to the logits."""
     assert loss.recipe is not None
     call = loss.signature.read(model, (), batch)
     return call.aligned_labels(loss.recipe, is_encoder_decoder=loss.is_encoder_decoder)
 
 
 def shared_mean(loss: FusedLoss, model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
-    """The ``num_items_in_batch`` that gives the model's own loss the mean of ``token_mean="global"``; empty for a
-    local mean. One all-reduce per group of the mean."""
+    """Returns the ``num_items_in_batch`` that gives the model's own loss the mean of ``token_mean="global"``; empty
+    for a local mean. One all-reduce per group of the mean."""
     if loss.config.token_mean == "local" or batch.get("num_items_in_batch") is not None:
         return {}
     in_use = loss.head.in_use(model)

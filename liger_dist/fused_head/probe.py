@@ -62,7 +62,7 @@ class _Head(nn.Module):
 
 
 def probe_recipe(model: nn.Module, structure: Structure) -> LossRecipe:
-    """How the model gets from logits to its loss, the same in training and evaluation.
+    """Finds how the model gets from logits to its loss, the same in training and evaluation.
 
     Raises:
         NotFusableError: the model does something in between that is not supported.
@@ -253,7 +253,7 @@ class _Probe:
         return self.logits_of(call)[:, :num_tokens].flatten(0, 1)
 
     def _targets(self, arrival: Arrival) -> tuple[Targets, list[int]]:
-        """Which labels arrived, and the indices of the tokens whose logits did."""
+        """Returns which labels arrived, and the indices of the tokens whose logits did."""
         vocab_size = self.logits.shape[-1]
         arrived_rows = arrival.logits.numel() // vocab_size
         for targets, rows in alignments(self.labels, self.attention_mask, arrival.targets, arrival.is_aligned):
@@ -266,7 +266,7 @@ class _Probe:
         raise NotFusableError("its forward changes the labels before the loss")
 
     def _transform(self, arrived: Tensor, before: Tensor) -> LogitTransform:
-        """The transform that gives the ``arrived`` logits from those ``before``."""
+        """Returns the transform that gives the ``arrived`` logits from those ``before``."""
         arrived = arrived.double().reshape(-1, self.logits.shape[-1])
         for transform in candidates(self.model):
             if torch.allclose(arrived, transform(before), rtol=1e-5, atol=1e-5):
@@ -304,7 +304,7 @@ class _Probe:
                     yield tensors, name, numbers
 
     def _followed_logits(self, call: int, tokens: torch.Size) -> Tensor:
-        """The probe's logits; a cross entropy that gets a tensor computed from them is noted."""
+        """Makes the probe's logits; a cross entropy that gets a tensor computed from them is noted."""
         arrivals = self.arrivals
 
         class Followed(Tensor):
@@ -325,7 +325,7 @@ class _Probe:
         return self.logits_of(call)[:, : tokens[1]].clone().as_subclass(Followed)
 
     def _changes(self) -> dict[int, tuple[tuple[Any, ...], ...]]:
-        """What the same code does to zero-width logits, which it has to pass to its losses, by calls of lm_head."""
+        """Records what the same code does to zero-width logits, which reach its losses, by calls of lm_head."""
         carried = self._carry(self.labels, self.attention_mask)
         for finished in carried.values():
             if not finished.logits.runs_only_frameworks():
@@ -486,7 +486,7 @@ class _Probe:
 
 
 def _loss_owners(model: nn.Module, head_name: str) -> Iterator[tuple[str, nn.Module]]:
-    """The modules on the path to lm_head that have a ``loss_function`` property, as transformers' models do."""
+    """Lists the modules on the path to lm_head that have a ``loss_function`` property, as transformers' models do."""
     path = head_name.split(".")
     for depth in range(len(path)):
         name = ".".join(path[:depth])

@@ -139,7 +139,7 @@ def _has_any(name: str, *parts: str) -> bool:
 
 
 def _numbers(config: Any) -> Iterator[tuple[str, float]]:
-    """The numbers above 0 of a config and of the configs inside it."""
+    """Lists the numbers above 0 of a config and of the configs inside it."""
     for name, value in vars(config).items() if hasattr(config, "__dict__") else ():
         if isinstance(value, int | float) and value > 0:
             yield name, float(value)

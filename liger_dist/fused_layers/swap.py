@@ -1,7 +1,9 @@
 """Swaps the forward of one module, reversibly: by a subclass of its class, set on the instance.
 
 Parameters, names, state dict, ``isinstance`` and the class's name stay; only the instance changes. A swapped forward
-falls back to the original one wherever the module has changed since it was matched.
+falls back to the original one wherever the module has changed since it was matched. A kind with an
+:attr:`Kind.attribute` swaps that attribute instead, such as the config of experts; the original forward then calls the
+kernels because of it.
 """
 
 from __future__ import annotations

@@ -43,7 +43,8 @@ class FullySharded:
     shards_parameters: ClassVar[bool] = True
 
     mesh: Mesh | None = None
-    """A DeviceMesh or its shape, ``(shard,)`` or ``(replicate, shard)``; None: all ranks in one shard group."""
+    """A DeviceMesh or its shape, ``(shard,)`` or ``(replicate, shard)``; None: all ranks in one shard group. The
+    last axis of a DeviceMesh of :class:`FSDP2` may be named "tp" (row shards of lm_head) or "sp" (sequence shards)."""
     param_dtype: torch.dtype | None = None
     """Compute dtype, while masters keep theirs (``torch.bfloat16`` is usual); None for the masters' dtype."""
     reduce_dtype: torch.dtype = torch.float32
