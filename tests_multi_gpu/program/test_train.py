@@ -21,6 +21,7 @@ from models import make_batch, make_model
 from torch.distributed.device_mesh import init_device_mesh
 from training_runs import (
     LAUNCH,
+    ROOT,
     SOURCES,
     as_options,
     config_for,
@@ -61,6 +62,14 @@ def test_a_run_leaves_what_it_promises(trained: Path) -> None:
         "step-00000012",
     ]
     assert published(trained) == ["step-00000006", "step-00000012"]
+
+
+def test_the_page_has_the_files_of_a_run_and_the_keys_of_its_metrics(trained: Path) -> None:
+    page = (ROOT / "docs" / "training.md").read_text().split("## Files in `--output_dir`")[1].split("\n## ")[0]
+    for path in trained.iterdir():
+        assert f"`{path.name}{'/' * path.is_dir()}`" in page, path.name
+    for name in {name for row in metrics_of(trained) for name in row}:
+        assert f"`{name}`" in page, name
 
 
 def test_a_stopped_and_resumed_run_equals_the_uninterrupted_one(

@@ -22,6 +22,8 @@ from liger_dist.explain import Explanation
 from liger_dist.fused_layers import KINDS, LayerReport
 from liger_dist_train.config import TrainConfig
 from liger_dist_train.options import PRESETS
+from liger_dist_train.scoring import ScoreConfig
+from liger_dist_train.show import ShowConfig
 
 sys.path.insert(0, str(ROOT / "tests_multi_gpu" / "conformance"))
 from test_hybrids import HYBRID_MODELS, cells
@@ -98,6 +100,30 @@ def test_the_page_of_the_program_lists_the_files_of_a_run() -> None:
     assert {"metrics.jsonl", "data.json", "experts.png"} <= found <= listed
     files = {name for name in listed if re.fullmatch(r"\w+\.(json|jsonl|png)", name)}
     assert files <= found | {"config.json"}
+
+
+OF_OTHER_PROGRAMS = {
+    *("constraint", "pid", "num_gpus", "config_file", "num_processes", "multi_gpu", "nodes", "signal", "time"),
+    *("apply_chat_template", "include_path", "log_samples", "model_args", "output_path", "system_instruction"),
+    *("tasks", "sharding", "processes"),
+}
+"""options of pip, py-spy, deepspeed, accelerate, sbatch, lm_eval and the benchmarks"""
+
+
+def test_options_on_pages_are_options_of_the_program() -> None:
+    sources = [*PROGRAM.glob("*.py"), ROOT / "liger_dist" / "cli.py"]
+    known = {name.replace("-", "_") for file in sources for name in re.findall(r'"--([a-z_-]+)"', file.read_text())}
+    for options in (TrainConfig, ScoreConfig, ShowConfig):
+        known |= {field.name for field in dataclasses.fields(options)}
+    found = set()
+    for file in (ROOT / "README.md", *DOCS.glob("*.md")):
+        if file.name in ("benchmarks.md", "training_options.md"):
+            continue  # They name options of other programs in columns.
+        named = set(re.findall(r"(?<![\w-])--([a-z][a-z_]+)\b(?!-)", file.read_text()))
+        assert named <= known | OF_OTHER_PROGRAMS, f"{file.name}: {named - known - OF_OTHER_PROGRAMS}"
+        found |= named
+    assert found >= OF_OTHER_PROGRAMS
+    assert len(found) > 100
 
 
 def test_the_table_of_explain_has_its_rows() -> None:
