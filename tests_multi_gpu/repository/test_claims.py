@@ -315,6 +315,27 @@ def test_the_results_are_of_few_gpus_of_nvidia() -> None:
     assert max(int(number) for title, _ in tables for number in re.findall(r"on (\d+)(?: GPUs|$)", title)) == 4
 
 
+FIGURES = {
+    ("experts.md", "## What it gains"): "## Mixtures of experts",
+    ("kernels.md", "## Experts: grouped products, gate, sum of a token's experts"): "## Mixtures of experts",
+    ("adapters.md", "## Figures"): "## Adapters: LoRA and QLoRA",
+    ("performance.md", "## When the host limits the step"): "",
+}
+"""sections by hand, and the section of the generated page that has their milliseconds; empty: any of its sections, and
+the page of CUDA graphs"""
+
+
+@pytest.mark.parametrize(("file", "heading"), FIGURES)
+def test_milliseconds_of_pages_are_those_of_the_results(file: str, heading: str) -> None:
+    generated = FIGURES[file, heading]
+    results = section(page("benchmarks.md"), generated) if generated else page("benchmarks.md") + page("cuda_graphs.md")
+    measured = set(re.findall(r"\d+\.\d", re.sub(r"\([\d.–]*\)", "", results)))  # Without the percentiles.
+    text = " ".join(" ".join(row) for row in cells_of(section(page(file), heading)))
+    found = re.findall(r"(?<![\w.-])\d+\.\d(?![\d.])", text)
+    assert len(found) > 2
+    assert set(found) <= measured, set(found) - measured
+
+
 def test_no_file_installs_the_package_by_name() -> None:
     """Messages, docstrings and comments included; pages are read in test_release.py."""
     by_name = re.compile(r"pip3? install [^\n`'\"]*[\"']?liger[-_]dist\b(?![^\s\"'`]*(/|\.whl))")
