@@ -200,7 +200,7 @@ class _StudentCall:
             self._output = self._student(**self._call)
 
     def result(self, teacher: nn.Module) -> DistillationOutput:
-        """The student's output.
+        """Returns the student's output.
 
         Raises:
             LigerDistError: the teacher has not called its lm_head, or the student has computed another loss.
@@ -260,7 +260,7 @@ def _intercepted(
 
 
 def full_linear(hidden_states: Tensor, head: Head) -> FullHead:
-    """Input, weight and bias of an lm_head without a model, inside its own forward."""
+    """Returns input, weight and bias of an lm_head without a model, inside its own forward."""
     if row_shards_of(head) is not None:
         return VocabParallel().full_head(hidden_states, head)
     if isinstance(head.weight, DTensor):
@@ -378,8 +378,8 @@ def check_lone_head(head: nn.Module, given: str) -> nn.Linear:
 
 
 def loss_of_full_logits(student: nn.Module, teacher: nn.Module, batch: dict[str, Any]) -> Tensor:
-    """The loss of :func:`distillation_loss` with the arguments ``batch``, by torch from full logits of both in fp32 (or
-    fp64): to compare with."""
+    """Computes the loss of :func:`distillation_loss` with the arguments ``batch``, by torch from full logits of both in
+    fp32 (or fp64): to compare with."""
     given = dict(batch)
     options: dict[str, Any] = {name: given.pop(name) for name in OPTIONS if name in given}
     loss, model = _loss_of(student, "student"), inner_model(student)
@@ -425,7 +425,7 @@ OPTIONS = (
 
 
 def _divergence_of_logits(logits: Tensor, other: Tensor, options: dict[str, Any]) -> Tensor:
-    """``[T]``, over the classes that both have."""
+    """Computes ``[T]``, over the classes that both have."""
     common, temperature = min(logits.shape[-1], other.shape[-1]), options.get("temperature", 1.0)
     if options.get("teacher_hidden") is not None:
         transform = LogitTransform(

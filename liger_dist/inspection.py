@@ -329,7 +329,7 @@ def _with_values_of_rank_0(found: Origin, devices: Sequence[str]) -> Origin:
 
 
 def _settings(strategy: Strategy, found: Findings, origin: Origin, config: WrapConfig) -> str:
-    """What has to be the same on all ranks."""
+    """Returns what has to be the same on all ranks."""
     # Other options, such as functions and policies, have no value to compare; budgets may differ.
     options = {name: value for name, value in getattr(strategy, "__dict__", {}).items() if isinstance(value, _COMPARED)}
     return (

@@ -59,8 +59,8 @@ def is_wrapped(model: nn.Module) -> bool:
 
 
 def inner_model(model: nn.Module) -> nn.Module:
-    """The wrapped model, also inside DDP, FSDP1 or a DeepSpeed engine, which all call it ``module``, and inside a
-    ``PeftModel``."""
+    """Returns the wrapped model, also inside DDP, FSDP1 or a DeepSpeed engine, which all call it ``module``, and inside
+    a ``PeftModel``."""
     while RECORD not in vars(model):
         inner = base_model_of(model)
         inner = getattr(model, "module", None) if inner is model else inner  # type: ignore[assignment]
@@ -71,7 +71,7 @@ def inner_model(model: nn.Module) -> nn.Module:
 
 
 def record_of(inner: nn.Module) -> Wrapped:
-    """The record that :func:`wrap` left on the model.
+    """Returns the record that :func:`wrap` left on the model.
 
     Raises:
         LigerDistError: the model is not wrapped.

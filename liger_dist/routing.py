@@ -255,7 +255,8 @@ class _LastTopK(TorchFunctionMode):
         return torch.return_types.topk((scores.gather(-1, experts), experts))
 
     def _all_groups(self, scores: Tensor, own: Tensor) -> Any:
-        """All groups for tokens whose experts are given; the same number of entries for the others, some twice."""
+        """Selects all groups for tokens whose experts are given; the same number of entries for the others, some
+        twice."""
         assert self.given is not None
         is_known = (self.given[:, :1] >= 0).reshape(*own.shape[:-1], 1)
         more = own[..., :1].expand(*own.shape[:-1], scores.shape[-1] - own.shape[-1])

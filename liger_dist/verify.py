@@ -361,7 +361,7 @@ def _original_layers(model: nn.Module, batch: dict[str, Any], *, is_whole: bool)
 def _run_unfused(
     model: nn.Module, batch: dict[str, Any], teacher: nn.Module | None, axis: SequenceAxis | None
 ) -> _Pass:
-    """A pass on full logits."""
+    """Runs a pass on full logits."""
     if teacher is not None:
         return _run(model, lambda: loss_of_full_logits(model, teacher, batch))
     with full_logits(model):
@@ -382,14 +382,14 @@ def _sequence_axis(record: Wrapped) -> SequenceAxis | None:
 
 
 def _mean(loss: Tensor, axis: SequenceAxis) -> Tensor:
-    """Over the ranks that share sequences, each of which has its tokens' contribution."""
+    """Averages over the ranks that share sequences, each of which has its tokens' contribution."""
     loss = loss.clone()
     dist.all_reduce(loss, group=axis.group)
     return loss / axis.size
 
 
 def _run_full_sequences(model: nn.Module, shard: dict[str, Any], axis: SequenceAxis) -> _Pass:
-    """The unfused pass on the full sequences of which ``shard`` is this rank's."""
+    """Runs the unfused pass on the full sequences of which ``shard`` is this rank's."""
     record = record_of(inner_model(model))
     batch = gather_batch(shard, axis)
     if batch.get("num_items_in_batch") is not None:
@@ -412,7 +412,7 @@ def _compute_dtype(hidden_states: Tensor) -> torch.dtype:
 
 
 def _local_gradients(root: nn.Module) -> dict[str, Tensor | None]:
-    """A copy of every trained parameter's gradient, by its name: what this rank stores of it, None for nothing; or the
+    """Copies every trained parameter's gradient, by its name: what this rank stores of it, None for nothing; or the
     full one under DeepSpeed (a collective under ZeRO)."""
     gradients: dict[str, Tensor | None] = {}
     is_engine = deepspeed.is_engine(root)
@@ -427,7 +427,7 @@ def _local_gradients(root: nn.Module) -> dict[str, Tensor | None]:
 
 
 def _clear_gradients(root: nn.Module) -> None:
-    """As after an optimizer step, without the step."""
+    """Clears gradients as after an optimizer step, without the step."""
     for parameter in root.parameters():
         parameter.grad = None
     if deepspeed.is_engine(root):
@@ -435,7 +435,7 @@ def _clear_gradients(root: nn.Module) -> None:
 
 
 def _unfinished_step(root: nn.Module) -> str | None:
-    """Which part of an optimizer step has begun and not ended, as a clause; None between steps."""
+    """Returns which part of an optimizer step has begun and not ended, as a clause; None between steps."""
     if deepspeed.is_engine(root) and deepspeed.has_unfinished_step(root):
         return "DeepSpeed has gradients that wait for engine.step()"
     try:
@@ -552,7 +552,7 @@ def _problems_of_optimizer(model: nn.Module, optimizer: Any) -> list[str]:
 def _objection(
     model: nn.Module, record: Wrapped, batch: dict[str, Any], *, with_teacher: bool, shares_sequences: bool
 ) -> str | None:
-    """Why this rank cannot take part, before any rank has begun."""
+    """Returns why this rank cannot take part, before any rank has begun."""
     labels, stage = batch.get("labels"), stage_of(inner_model(model))
     if stage is not None:
         return f"the model is {stage} of a pipeline; verify the uncut model, before liger_dist.pipeline_stage"
@@ -580,7 +580,7 @@ def _objection_to_call(
     *,
     may_ignore_all: bool,
 ) -> str | None:
-    """Why the fused loss refuses the batch."""
+    """Returns why the fused loss refuses the batch."""
     batch = {name: value for name, value in batch.items() if not (with_teacher and name in OPTIONS)}
     try:
         call, aligned = checked_call(loss, inner_model(model), batch | {"labels": labels.cpu()})

@@ -285,8 +285,8 @@ class LMHead:
 
 @untraced
 def _carry_again(wrap_id: WrapId, head: nn.Module, args: Any, output: Any) -> Any:
-    """Forward hook. Tensor parallelism converts the output of lm_head from a DTensor to a tensor, which carries the
-    loss again from here."""
+    """Carries the loss again, as a forward hook. Tensor parallelism converts the output of lm_head from a DTensor to a
+    tensor, which carries the loss again from here."""
     if type(output) is not Tensor or output.shape[-1] != 0:
         return None
     call = current_call(wrap_id)

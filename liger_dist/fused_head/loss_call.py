@@ -247,7 +247,7 @@ class LossCall:
         return FusedLogits.carrying(carried, pending, vocab_size=self.vocab_size)
 
     def _release_teacher(self) -> None:
-        """The graph keeps this call until the backward, which needs no teacher."""
+        """Frees the teacher: the graph keeps this call until the backward, which needs none."""
         if self.spec.distillation is not None:
             self.spec = replace(self.spec, distillation=None)
             self.compute_loss = _computed

@@ -93,7 +93,7 @@ class _Carried:
     call: int
 
     def inline_loss(self, logits: FusedLogits, targets: Any, options: dict[str, Any]) -> Tensor:
-        """Of :class:`.logits.CarriedLoss`."""
+        """Computes the loss as :class:`.logits.CarriedLoss` does."""
         return self.finish(logits, targets, is_aligned=True)
 
     def finish(self, logits: FusedLogits, targets: Tensor, *, is_aligned: bool) -> Tensor:

@@ -186,14 +186,14 @@ def _has_only_sinks(query: Tensor, key: Tensor, value: Tensor, dropout: float, k
 
 
 def _whole_rows(query: Tensor) -> DocumentMask:
-    """One text in each row."""
+    """Computes one text in each row."""
     rows, _, length, _ = query.shape
     ends = torch.arange(0, (rows + 1) * length, length, dtype=torch.int32, device=query.device)
     return DocumentMask((length,) * rows, ends, rows=rows)
 
 
 def _dtype_of(query: Tensor) -> torch.dtype:
-    """The dtype that attention computes in: autocast's, or that of the queries."""
+    """Returns the dtype that attention computes in: autocast's, or that of the queries."""
     device = query.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
 

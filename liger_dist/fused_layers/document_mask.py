@@ -239,8 +239,8 @@ def _within(documents: Documents, arguments: dict[str, Any]) -> Callable[..., Te
 
 
 def _of_call(documents: Documents, arguments: dict[str, Any], *, is_causal: bool = True) -> DocumentMask | None:
-    """Attention within the documents of a call, and within the window of ``arguments``; None if padding lies inside a
-    document. The host waits for a 2-D mask, once in a call."""
+    """Makes attention within the documents of a call, and within the window of ``arguments``; None if padding lies
+    inside a document. The host waits for a 2-D mask, once in a call."""
     lengths = document_lengths(documents.begins, documents.valid)
     if lengths is None:
         return None

@@ -80,7 +80,7 @@ class _Projections(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, projections: Sequence[Projection], x: Tensor, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        """``tensors``: bias, A and B of each projection, for their gradients."""
+        """Takes as ``tensors`` bias, A and B of each projection, for their gradients."""
         x_TI = x.flatten(0, -2)
         low_Tr = x_TI @ _stacked(projections, x.dtype).T
         outputs = []

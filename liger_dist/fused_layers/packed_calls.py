@@ -198,7 +198,7 @@ class PackedCalls:
         return self._attention_reasons[implementation]
 
     def _implementation(self) -> str:
-        """The implementation of attention now; before it is selected, the one that will be."""
+        """Returns the implementation of attention now; before it is selected, the one that will be."""
         if self._selection is None and self.wanted is not None:
             return self.wanted
         return _implementation_of(self._decoder_config)

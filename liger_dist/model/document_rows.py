@@ -116,7 +116,7 @@ class _Calls:
         shape: tuple[int, int],
         device: torch.device,
     ) -> _Calls:
-        """One row for each document; the longest documents are in the first call.
+        """Makes one row for each document; the longest documents are in the first call.
 
         Args:
             lengths: of the documents.
@@ -135,7 +135,7 @@ class _Calls:
 
     @classmethod
     def of_one_row(cls, places: Tensor, shape: tuple[int, int], device: torch.device) -> _Calls:
-        """One row ``[1, T]`` with all documents."""
+        """Makes one row ``[1, T]`` with all documents."""
         return cls([(1, len(places))], places, places, torch.arange(len(places)), shape, device)
 
     def into_rows(self, x: Tensor) -> list[Tensor]:

@@ -189,7 +189,7 @@ def _checkpoint_as(template: nn.Module, block: nn.Module) -> None:
 
 @untraced
 def note_hidden_states(decoder: nn.Module, args: Any, output: Any) -> None:
-    """Forward hook of a decoder."""
+    """Notes hidden states, as a forward hook of a decoder."""
     seen = SEEN.get()
     if seen is not None:
         seen.hidden_states = output[0] if isinstance(output, tuple) else output.last_hidden_state
@@ -197,7 +197,7 @@ def note_hidden_states(decoder: nn.Module, args: Any, output: Any) -> None:
 
 @untraced
 def note_embeddings(embedding: nn.Module, args: Any, output: Any) -> None:
-    """Forward hook of an input embedding."""
+    """Notes embeddings, as a forward hook of an input embedding."""
     seen = SEEN.get()
     if seen is not None and seen.embeddings is None and output.shape[:2] == seen.shape:
         seen.embeddings = output
@@ -208,7 +208,7 @@ setattr(note_embeddings, READS_OUTPUT, True)
 
 @untraced
 def note_arguments(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Forward hook, before the call, of the template layer."""
+    """Notes arguments, as a forward pre-hook of the template layer."""
     seen = SEEN.get()
     if seen is not None:
         seen.args = tuple(None if _is_cache(value) else value for value in args[1:])

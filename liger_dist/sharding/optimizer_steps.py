@@ -14,10 +14,10 @@ class BeforeStep:
     """What is called."""
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Called before the step."""
+        """Runs before the step."""
 
     def before_update(self, optimizer: Optimizer) -> None:
-        """Called before parameters are updated: after the step's closure, if it has one."""
+        """Runs before parameters are updated: after the step's closure, if it has one."""
 
 
 _CALLED: WeakSet[BeforeStep] = WeakSet()

@@ -119,7 +119,7 @@ class _Root(BeforeStep):
 
     @untraced
     def before_unit(self, unit: nn.Module, module: nn.Module, args: Any) -> None:
-        """In a forward of FSDP1's ``unit``, which has been unsharded."""
+        """Runs in a forward of FSDP1's ``unit``, which has been unsharded."""
         self._earlier.hook(unit)
 
     def _awaits_part(self) -> bool:

@@ -240,7 +240,7 @@ def lengths_of(documents: Documents) -> dict[str, Any]:
 
 
 def _of_tokens(output: Any, length: int) -> list[Tensor]:
-    """The tensors ``[B, S, ...]`` of numbers in a model's output."""
+    """Lists the tensors ``[B, S, ...]`` of numbers in a model's output."""
     leaves = list(tree_leaves(dict(output) if hasattr(output, "items") else output))
     is_of_tokens = [
         isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dim() > 2 and leaf.shape[1] == length

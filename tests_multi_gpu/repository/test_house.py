@@ -134,6 +134,31 @@ def test_no_function_is_longer_than_60_lines() -> None:
                 assert length <= 60, f"{file.relative_to(ROOT)}: {node.name} has {length} lines"
 
 
+NO_VERBS = {"This", "Its", "Loss", "Class", "Less", "Forwards", "Logits", "Weights", "Rows", "Labels"}
+OPENINGS = {"Within", "True", "False", "Raises", "Args", "See"}
+"""of context managers, booleans, and functions of which only errors, arguments or a note need words"""
+
+
+def without_verb(source: str) -> list[str]:
+    """Functions whose docstring does not begin with a verb; properties are nouns."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        docstring = ast.get_docstring(node) if isinstance(node, ast.FunctionDef) else None
+        if docstring is None or any("property" in ast.unparse(one) for one in node.decorator_list):  # type: ignore[attr-defined]
+            continue
+        word = re.split(r"[^\w-]", docstring, maxsplit=1)[0]
+        if word not in OPENINGS and (word in NO_VERBS or not re.fullmatch(r"[A-Z][a-z-]+s", word)):
+            found.append(f"{node.name}: {docstring[:60]}")  # type: ignore[attr-defined]
+    return found
+
+
+def test_docstrings_of_functions_begin_with_a_verb() -> None:
+    for folder in ("liger_dist", "kernels"):
+        for file in (ROOT / folder).rglob("*.py"):
+            assert not without_verb(file.read_text()), file
+    assert without_verb('def f():\n    """The sum."""\n') == ["f: The sum."]
+
+
 @pytest.mark.parametrize(
     "banned", [r"\bexec\(", r"gc\.get_objects", r"unittest", r"get_ident", r"inspect\.getsource"], ids=str
 )

@@ -70,9 +70,9 @@ def finish_forward(root: object) -> None:
 
 
 def unshard_in_backward(norm: nn.Module, args: Any, output: Any) -> None:
-    """Forward hook of a norm in one group with lm_head. FSDP2 unshards a group in the backward of the output of its
-    last module: a backward of hidden states alone, after another one has resharded the group, would read freed
-    weights."""
+    """Unshards for a backward, as a forward hook of a norm in one group with lm_head. FSDP2 unshards a group in the
+    backward of the output of its last module: a backward of hidden states alone, after another one has resharded the
+    group, would read freed weights."""
     if isinstance(output, Tensor) and output.requires_grad and torch.is_grad_enabled():
         output.register_hook(functools.partial(_unshard_again, norm))
 
@@ -173,7 +173,7 @@ def reshard_all(root: nn.Module, *, frees: bool = True) -> None:
 
 
 def _keep() -> None:
-    """Instead of freeing the memory of a full parameter."""
+    """Keeps, instead of freeing, the memory of a full parameter."""
 
 
 def have_memory(groups: list[Any]) -> bool:
