@@ -271,7 +271,6 @@ REFUSED = {
     "one node with at most 4 NVIDIA GPUs": "test_claims.py::test_the_results_are_of_few_gpus_of_nvidia",
     "AMD GPUs were not tested": "test_claims.py::test_the_results_are_of_few_gpus_of_nvidia",
     "`tp_plan` keep that plan": "test_tensor_parallel.py::test_a_plan_for_the_layers_alone",
-    "has no pipeline parallelism": "test_options.py::test_options_of_other_programs_are_no_options_here",
     "Second-order gradients": "test_interoperability.py::test_second_order_gradients_are_refused",
     "a quantized lm_head": "test_conformance.py::refusal",
     "`torch.compile(fullgraph=True)`": (
@@ -279,6 +278,7 @@ REFUSED = {
     ),
     "classifiers and reward models": "test_trl.py::test_a_classifier",
     "`WrapConfig(fused_loss=False)` shards them alone": "test_custom_forwards.py::test_any_head_without_a_fused_loss",
+    "Contrastive losses of embedding models": "test_wrap.py::test_refusals_change_nothing",
     "a warning gives the reason": "test_extra_losses.py::test_an_extra_loss_leaves_the_loss_unfused_and_says_why",
 }
 """test of what the library does not do, by words of README.md"""
