@@ -630,3 +630,11 @@ def test_weights_of_4_bits_are_not_initialised_from_the_meta_device() -> None:
         model.model.layers[0].mlp.up_proj = bitsandbytes.nn.Linear4bit(16, 24, bias=False)
     with pytest.raises(liger_dist.LigerDistError, match="is a weight of 4 bits on the meta device"):
         liger_dist.wrap(model, "none")
+
+
+def test_experts_of_4_bits_are_not_initialised_from_the_meta_device() -> None:
+    model = quantised_by_bitsandbytes().to("meta")
+    with pytest.raises(
+        liger_dist.LigerDistError, match=r"experts\..*\.original is a weight of 4 bits on the meta device"
+    ):
+        liger_dist.wrap(model, "none")
