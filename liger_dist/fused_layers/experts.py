@@ -488,13 +488,27 @@ def _left_to_peft(module: Any, inside: nn.Module) -> Any:
     Raises:
         LigerDistError: it would compute something else, see :func:`_reads_one_without_lora`.
     """
-    if _reads_one_without_lora(module, inside) and not module.disable_adapters and not module.merged:
+    around = _modules_of_peft(module)
+    if _reads_one_without_lora(module, inside) and sum(map(_has_active_lora, around)) > 1:
         raise LigerDistError(
             f"a {type(inside).__name__} {_ONE_WITHOUT_LORA}. Grouped products cannot be used in this call, because "
             "the LoRA matrices are sharded (ZeRO-3), or something has changed since liger_dist.wrap. Use "
             "strategy='fsdp2', or name one of the parameters in target_parameters."
         )
     return NotImplemented
+
+
+def _modules_of_peft(module: Any) -> Iterator[Any]:
+    """Yields PEFT's module around experts, and those inside of it."""
+    while hasattr(module, "parameter_name"):
+        yield module
+        module = module._modules["base_layer"]
+
+
+def _has_active_lora(module: Any) -> bool:
+    """True if PEFT's forward of its module adds LoRA: an active adapter may be on other layers alone."""
+    is_on = not module.disable_adapters and not module.merged
+    return is_on and any(name in module.lora_A for name in module.active_adapters)
 
 
 _ONE_WITHOUT_LORA = (

@@ -334,6 +334,19 @@ def test_peft_does_not_add_lora_on_experts_twice(kernels: bool) -> None:
     assert relative_error(wrapped, reference) < 1e-5
 
 
+def test_adapters_that_are_on_other_layers_leave_experts_of_4_bits_as_they_are() -> None:
+    others = {"target_modules": ["o_proj"], "init_lora_weights": False}
+    losses = []
+    for both in (True, False):
+        model = adapted(MIXTURE, on_experts(*BOTH) if both else {"target_modules": ["q_proj"]}).train()
+        torch.manual_seed(2)
+        model.add_adapter("other", peft.LoraConfig(r=2, **others))
+        wrapped = liger_dist.wrap(model, "none")
+        wrapped.set_adapter("other")
+        losses.append(losses_of_two_calls(wrapped))
+    assert losses[0] == losses[1]
+
+
 @pytest.mark.nightly
 def test_verify_of_two_experts_parameters_keeps_their_lora() -> None:
     lora = on_experts(*BOTH)
