@@ -158,10 +158,8 @@ def _fuse(
     packing, decoder = found.packing, found.structure.decoder
     attention = select_attention(decoder, packing.wanted, packing.attention_reason)
     undo.add(_restore_attention, attention)
-    hooks: list[RemovableHandle] = []
+    hooks = correct_peft(model)
     undo.add(_remove_hooks, hooks)
-    undo.add(allow_merges)
-    hooks += correct_peft(model)
     hooks += packing.install(outer, model, found.structure, attention)
     if packing.recurrent is not None:
         backend = config.backend if config.layer_kernels else None
@@ -220,6 +218,7 @@ def _restore_attention(model: nn.Module, attention: AttentionSelection) -> None:
 
 
 def _remove_hooks(model: nn.Module, hooks: Sequence[RemovableHandle]) -> None:
+    allow_merges(model)
     for hook in hooks:
         hook.remove()
 

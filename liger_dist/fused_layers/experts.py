@@ -262,7 +262,7 @@ def experts_forward(
             )
         original = _original_experts(module, match.config.original._experts_implementation)
         return original(module, hidden_states, top_k_index, top_k_weights)  # type: ignore[no-any-return]
-    tensors, options = _with_low_rank(*_tensors(module, match), match, low_rank)
+    tensors, options = _with_low_rank(*_tensors(module, match), match, low_rank, hidden_states.dtype)
     compute = experts if options.up_state is None and options.down_state is None else experts_of_four_bits
     return compute(hidden_states, top_k_index, top_k_weights, tensors, options=options)
 
@@ -288,10 +288,12 @@ def _with_low_rank(
     options: ExpertOptions,
     match: ExpertsMatch,
     low_rank: Sequence[LowRankMatrices],
+    dtype: torch.dtype,
 ) -> tuple[ExpertTensors, ExpertOptions]:
-    """Adds LoRA to what :func:`.experts` gets."""
+    """Adds LoRA to what :func:`.experts` gets, in the dtype of the weights; beside 4 bits in ``dtype``, that of the
+    hidden states, which their products are computed in."""
     for one in low_rank:
-        a, b = one.matrices(tensors.up.dtype if options.up_state is None else options.up_state.dtype)
+        a, b = one.matrices(tensors.up.dtype if options.up_state is None else dtype)
         if one.parameter == match.names[0]:
             tensors = tensors._replace(up_a_ErD=a, up_b_ErH=b)
             options = replace(options, up_scale=one.scaling)
@@ -453,7 +455,7 @@ def _agrees_low_rank(module: Any, match: ExpertsMatch, name: str) -> bool:
     def compute(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
         low = LowRankMatrices(module.parameter_name, a, b, _EXPERTS, module.scaling[name])
         options = replace(match.options, backend="reference")
-        tensors, options = _with_low_rank(_named(match, small), options, match, [low])
+        tensors, options = _with_low_rank(_named(match, small), options, match, [low], x.dtype)
         return experts(x, *router, tensors, options=options)
 
     return agrees((x, a, b), original, compute, tolerance=TOLERANCE)
@@ -488,13 +490,27 @@ def _left_to_peft(module: Any, inside: nn.Module) -> Any:
     Raises:
         LigerDistError: it would compute something else, see :func:`_reads_one_without_lora`.
     """
-    if _reads_one_without_lora(module, inside) and not module.disable_adapters and not module.merged:
+    around = _modules_of_peft(module)
+    if _reads_one_without_lora(module, inside) and sum(map(_has_active_lora, around)) > 1:
         raise LigerDistError(
             f"a {type(inside).__name__} {_ONE_WITHOUT_LORA}. Grouped products cannot be used in this call, because "
             "the LoRA matrices are sharded (ZeRO-3), or something has changed since liger_dist.wrap. Use "
             "strategy='fsdp2', or name one of the parameters in target_parameters."
         )
     return NotImplemented
+
+
+def _modules_of_peft(module: Any) -> Iterator[Any]:
+    """Yields PEFT's module around experts, and those inside of it."""
+    while hasattr(module, "parameter_name"):
+        yield module
+        module = module._modules["base_layer"]
+
+
+def _has_active_lora(module: Any) -> bool:
+    """True if PEFT's forward of its module adds LoRA: an active adapter may be on other layers alone."""
+    is_on = not module.disable_adapters and not module.merged
+    return is_on and any(name in module.lora_A for name in module.active_adapters)
 
 
 _ONE_WITHOUT_LORA = (

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from liger_dist.errors import LigerDistError
-from liger_dist.model.quantized import is_four_bit
+from liger_dist.model.quantized import four_bit_stacks, is_four_bit
 
 from .base import Initializer
 from .mesh import local_shard
@@ -38,7 +38,8 @@ def is_meta(model: nn.Module) -> bool:
             f"{names[True][0]} is on the meta device and {names[False][0]} is not; put all of the model there "
             '(with torch.device("meta"): ...) or none of it.'
         )
-    quantized = [name for name, parameter in model.named_parameters() if parameter.is_meta and is_four_bit(parameter)]
+    stacks = {id(stack.packed) for _, _, stack in four_bit_stacks(model)}
+    quantized = [n for n, p in model.named_parameters() if p.is_meta and (is_four_bit(p) or id(p) in stacks)]
     if quantized:
         raise LigerDistError(
             f"{quantized[0]} is a weight of 4 bits on the meta device, which no rule initialises; load it "

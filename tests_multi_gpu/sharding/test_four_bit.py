@@ -15,7 +15,7 @@ from full_tensors import full_gradients
 from harness import Workers
 from layouts import zero_settings
 from models import make_batch, make_config, make_model, true_loss_sum
-from quantized import STORAGES, STRATEGIES, adapted, folder, four_bit, in_fp64, outcomes
+from quantized import STORAGES, STRATEGIES, adapted, by_parameter, folder, four_bit, in_fp64, outcomes
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor
@@ -206,14 +206,21 @@ def test_compiled_layers_with_experts_of_4_bits() -> None:
         torch.testing.assert_close(gradients[1][name], gradient)
 
 
-def quantised_by_bitsandbytes() -> Any:
+def quantised_experts(dtype: torch.dtype) -> Any:
     """A model that is built, of which the experts alone are of 4 bits."""
     from bitsandbytes.nn.parametrize import replace_parameter_4bit
 
     model: Any = make_model("qwen3_moe", dtype=torch.float32)
     for layer in model.model.layers:
         for name in ("gate_up_proj", "down_proj"):
+            parameter = getattr(layer.mlp.experts, name)
+            parameter.data = parameter.data.to(dtype)
             replace_parameter_4bit(layer.mlp.experts, name, compress_statistics=True)
+    return model
+
+
+def quantised_by_bitsandbytes() -> Any:
+    model = quantised_experts(torch.float32)
     return peft.get_peft_model(model, peft.LoraConfig(r=2, **OF_EXPERTS["attention"]))
 
 
@@ -332,6 +339,37 @@ def test_peft_does_not_add_lora_on_experts_twice(kernels: bool) -> None:
             for _ in range(2):
                 assert relative_error(wrapped, reference) < 1e-5
     assert relative_error(wrapped, reference) < 1e-5
+
+
+def test_lora_on_experts_of_a_base_in_bf16_is_not_rounded_beside_hidden_states_in_fp32() -> None:
+    """As after PEFT's ``prepare_model_for_kbit_training``, which casts all but the 4 bits to fp32."""
+    lora = on_experts(*BOTH) | {"target_modules": "none"}
+    model = adapted({}, lora, quantised_experts(torch.bfloat16)).float()
+    reference = in_fp64(model, MIXTURE, lora)
+    wrapped = liger_dist.wrap(model, "none")
+    loss_sum, tokens = true_loss_sum(reference, make_batch(0))
+    (loss_sum / tokens).backward()
+    wrapped(**make_batch(0)).loss.backward()
+    names = by_parameter(reference)
+    truth = {names[name]: p.grad for name, p in reference.named_parameters() if p.requires_grad}
+    names = by_parameter(model)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            true = truth[names[name]]
+            assert (parameter.grad - true).norm() < 1e-5 * true.norm(), name
+
+
+def test_adapters_that_are_on_other_layers_leave_experts_of_4_bits_as_they_are() -> None:
+    others = {"target_modules": ["o_proj"], "init_lora_weights": False}
+    losses = []
+    for both in (True, False):
+        model = adapted(MIXTURE, on_experts(*BOTH) if both else {"target_modules": ["q_proj"]}).train()
+        torch.manual_seed(2)
+        model.add_adapter("other", peft.LoraConfig(r=2, **others))
+        wrapped = liger_dist.wrap(model, "none")
+        wrapped.set_adapter("other")
+        losses.append(losses_of_two_calls(wrapped))
+    assert losses[0] == losses[1]
 
 
 @pytest.mark.nightly
@@ -629,4 +667,12 @@ def test_weights_of_4_bits_are_not_initialised_from_the_meta_device() -> None:
         model: Any = AutoModelForCausalLM.from_config(make_config("llama"))
         model.model.layers[0].mlp.up_proj = bitsandbytes.nn.Linear4bit(16, 24, bias=False)
     with pytest.raises(liger_dist.LigerDistError, match="is a weight of 4 bits on the meta device"):
+        liger_dist.wrap(model, "none")
+
+
+def test_experts_of_4_bits_are_not_initialised_from_the_meta_device() -> None:
+    model = quantised_by_bitsandbytes().to("meta")
+    with pytest.raises(
+        liger_dist.LigerDistError, match=r"experts\..*\.original is a weight of 4 bits on the meta device"
+    ):
         liger_dist.wrap(model, "none")
