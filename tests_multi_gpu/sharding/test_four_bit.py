@@ -241,7 +241,8 @@ def loss_and_refusal() -> tuple[float, str]:
 
 def test_scales_of_experts_are_in_the_state_dict() -> None:
     """bitsandbytes names them as attributes of the parameter, which torch's checkpoints look for."""
-    for made in (quantised_by_bitsandbytes, lambda: adapted({"family": "qwen3_moe", "experts": True}, {})):
+    lora = OF_EXPERTS["attention"]
+    for made in (quantised_by_bitsandbytes, lambda: adapted({"family": "qwen3_moe", "experts": True}, lora)):
         model = liger_dist.wrap(made(), "none")
         state = get_model_state_dict(model)
         scales = [name for name in state if name.endswith("_extra_state")]
