@@ -41,9 +41,16 @@ class ExpertBiases:
             )
 
     @torch.no_grad()
-    def update(self) -> None:
-        """Moves the biases by the counts of one step on all ranks. One all-reduce."""
-        counts_LE = total_on_device(self._loads.of_step().double())
+    def update(self, *, skipped: bool = False) -> None:
+        """Moves the biases by the counts of one step on all ranks. One all-reduce.
+
+        Args:
+            skipped: True for a step whose weights stayed, the same on every rank: its counts are left out.
+        """
+        of_rank = self._loads.of_step()
+        if skipped:
+            return
+        counts_LE = total_on_device(of_rank.double())
         steps_LE = self._rate * (counts_LE.mean(1, keepdim=True) - counts_LE).sign()
         for bias, step_E in zip(self._biases, steps_LE, strict=True):
             bias.add_(step_E.view_as(bias))

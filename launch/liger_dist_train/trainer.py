@@ -151,8 +151,8 @@ class Trainer:
             # Torch misses the optimizer's step where the first one was skipped.
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
             self.schedule.step()
-        if self._biases is not None and not self.was_skipped:
-            self._biases.update()
+        if self._biases is not None:
+            self._biases.update(skipped=self.was_skipped)
         tokens = int(read) // self.dims.same_data
         self.progress.step += 1
         self.progress.sequences += self.global_batch_size
