@@ -100,7 +100,8 @@ def wrap(
             before any other collective.
     """
     config, outer, model = WrapConfig() if config is None else config, model, base_model_of(model)
-    remove_leftover_lora(model)
+    if isinstance(model, nn.Module):  # Anything else is refused below.
+        remove_leftover_lora(model)
     chosen, found, origin = inspect_model(outer, strategy, mesh, config)
     if shards_sequences(chosen):
         # The tokens of a sequence are on several ranks, so that a mean over one of them would be of a part.
