@@ -16,7 +16,7 @@ documents = torch.repeat_interleave(torch.tensor(LENGTHS)).to(device)
 
 
 def texts(rows: int) -> torch.Tensor:
-    """Each text counts up from a random token, in steps of its own."""
+    """Each text counts up from a random token, by a random step."""
     first, step = torch.randint(MASK, (rows, len(LENGTHS))), torch.randint(1, 4, (rows, len(LENGTHS)))
     return (first.to(device)[:, documents] + step.to(device)[:, documents] * positions) % MASK
 

@@ -184,6 +184,12 @@ def _stack_class() -> Any:
                 return torch.full((), math.nan, dtype=state.dtype, device=packed.device).expand(state.shape)
             return super().forward(packed)
 
+        def _apply(self, fn: Any, recurse: bool = True) -> Any:
+            # Scales are neither parameters nor buffers, which would be cast: they move with the bytes.
+            result = super()._apply(fn, recurse)
+            self.quant_state.to(fn(torch.empty(0, device=self.quant_state.absmax.device)).device)
+            return result
+
         def get_extra_state(self) -> Tensor:
             buffer = io.BytesIO()
             scales = self.quant_state.as_dict(packed=True)

@@ -236,7 +236,7 @@ def refused_step(what: str) -> tuple[str, float | None]:
 
 @pytest.mark.parametrize("by_caller", [False, True], ids=["by wrap", "by the caller"])
 def test_zero_bubble_refuses_layers_that_fsdp2_reshards(by_caller: bool, workers_4: Workers) -> None:
-    """FSDP2 of torch 2.13 loses the gradients of their weights, without a word."""
+    """FSDP2 of torch 2.13 loses the gradients of their weights silently."""
     for sentence in workers_4.run(resharded_layers, "InterleavedZeroBubble", True, by_caller):
         assert "FSDP2(reshard_after_forward=False)" in sentence
 

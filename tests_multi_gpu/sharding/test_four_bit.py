@@ -257,6 +257,19 @@ def test_scales_of_experts_are_in_the_state_dict() -> None:
             assert torch.equal(getattr(module, stack.name), value)
 
 
+@pytest.mark.parametrize("target", ["meta", torch.bfloat16])
+def test_scales_of_experts_move_with_the_model(target: Any) -> None:
+    """And keep their dtypes, which a cast of the model does not change."""
+    model = liger_dist.wrap(quantised_by_bitsandbytes(), "none")
+    before = [(stack.state.absmax.dtype, stack.state.state2.absmax.dtype) for _, _, stack in four_bit_stacks(model)]
+    model.to(target)
+    for (_, _, stack), dtypes in zip(four_bit_stacks(model), before, strict=True):
+        state = stack.state
+        assert state.absmax.device == state.state2.absmax.device == stack.packed.device
+        assert (state.absmax.dtype, state.state2.absmax.dtype) == dtypes
+    assert stack.packed.is_meta == (target == "meta")
+
+
 def test_adapters_on_experts_are_saved(workers_2: Workers) -> None:
     for names in workers_2.run(names_of_trained):
         assert len([name for name in names if ".experts." in name]) == 8
@@ -326,7 +339,7 @@ def relative_error(model: Any, reference: Any) -> float:
 
 @pytest.mark.parametrize("kernels", [True, False])
 def test_peft_does_not_add_lora_on_experts_twice(kernels: bool) -> None:
-    """PEFT leaves its LoRA on quantised parameters after each of its own forwards."""
+    """PEFT leaves its LoRA on quantised parameters after each forward of its modules."""
     lora = on_experts("down_proj")
     model = adapted(MIXTURE, lora).train()
     reference = in_fp64(model, MIXTURE, lora)
@@ -429,7 +442,7 @@ def test_experts_that_peft_does_not_match_are_named() -> None:
 
 
 def test_experts_that_a_second_adapter_does_not_match_are_named() -> None:
-    """PEFT passes over them without a word."""
+    """PEFT skips them silently."""
     model = adapted(MIXTURE, on_experts(*BOTH))
     model.add_adapter("second", peft.LoraConfig(r=2, **on_experts(*BOTH)))
     with pytest.warns(UserWarning, match="PEFT has no LoRA of the adapter 'second' on .*down_proj and 3 more"):
