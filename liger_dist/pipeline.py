@@ -356,8 +356,11 @@ def _checked(schedule: Any, stages: list[Any], given: dict[str, Any]) -> str:
         )
     for stage in stages:
         record_of(stage.submod).loss.check_early(stage.submod, (), dict(given))
-    checksums = {name: _checksum(tensor) for name, tensor in sorted(given.items())}
-    return f"{tuple(ids.shape)} in {count} micro-batches, with checksums {checksums}"
+    named = sorted(given.items())
+    # The host waits once.
+    checksums = torch.stack([_checksum(tensor).to(ids.device) for _, tensor in named]).tolist()
+    by_name = dict(zip([name for name, _ in named], checksums, strict=True))
+    return f"{tuple(ids.shape)} in {count} micro-batches, with checksums {by_name}"
 
 
 def _one_number(items: Tensor | float, device: torch.device) -> Tensor:
@@ -367,9 +370,10 @@ def _one_number(items: Tensor | float, device: torch.device) -> Tensor:
     return found.reshape(())
 
 
-def _checksum(tensor: Tensor) -> int:
+def _checksum(tensor: Tensor) -> Tensor:
     numbers = tensor.flatten().to(torch.int64)
-    return int((numbers * torch.arange(1, len(numbers) + 1, device=numbers.device)).sum())
+    total: Tensor = (numbers * torch.arange(1, len(numbers) + 1, device=numbers.device)).sum()
+    return total
 
 
 def _agree(refusal: Exception | None, group: dist.ProcessGroup | None, batch: str, step: str) -> None:
