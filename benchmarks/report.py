@@ -41,7 +41,7 @@ FIRST = """# Benchmarks
 Time and peak memory of liger_dist, with its default options, beside the fastest other library that computes the same.
 `time` and `memory` are ratios to it: below 1, liger_dist is faster or needs less. `memory, to the leanest` is the ratio
 to the way that needs least memory, where that is another one. † is memory above the weights, and of a loss above inputs
-and gradients. The picture shows five of these workloads, and each name leads to a page with all of its figures.
+and gradients. The picture shows five workloads; a name leads to its page, and `benchmarks/results` has all rows.
 
 TABLE
 LINKSOlder results, which newer ones of the same problem replace, are in the [archive](benchmarks/archive.md).
