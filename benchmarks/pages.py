@@ -281,20 +281,24 @@ verl's. `scoring`: log-probabilities without gradients. [verl](../hosts/verl.md)
         """Forward and backward in bf16 with fresh gradients, N x D x V: tokens, hidden features, classes. `ratio`:
 time divided by three bare cuBLAS GEMMs (two if lm_head is frozen). `MiB`: peak memory beyond inputs and the
 two gradients. Errors are relative (L2) to fp64, on 256 rows. `sum`: the dtype in which the weight's
-gradient is added up over chunks.""",
+gradient is added up over chunks. `torch's op`: `torch.nn.functional.linear_cross_entropy` of torch 2.13 with
+`LinearCrossEntropyOptions()` (`balanced`: this `acc_policy`), run by torch 2.11; its loss is a sum of chunks in
+bf16.""",
         (
-            Group(("ratio", "extra MiB"), r"^\d+x\d+x\d+$", "ways", "ratio · MiB"),
+            Group(("ratio", "extra MiB"), "torch's op$", "ways", "ratio · MiB, beside torch's own op"),
+            Group(("ms", "sum", "dW error", "dX error", "loss error"), "^8192x4096x128256, with torch's op$"),
+            Group(("ratio", "extra MiB"), r"^\d+x\d+x\d+$", "ways", "ratio · MiB, beside TRL, Apple CCE and QuACK"),
             Group(("ratio",), "masked|peaked", "ways", "ratio, masked tokens and peaked logits"),
             Group(("ratio",), "frozen", "ways", "ratio, frozen lm_head"),
-            Group(("ms", "sum", "dW error", "dX error"), "^8192x4096x128256$"),
         ),
         Picture(
             "Fused loss: 8192 tokens, 4096 features, 128,256 classes, bf16",
-            ("8192x4096x128256",),
+            ("8192x4096x128256, with torch's op",),
             ("ms", "extra MiB"),
-            ("liger_dist 1024 MiB", "QuACK", "torch.compile", "Liger default", "TRL"),
-            {"liger_dist 1024 MiB": "liger_dist"},
+            ("liger_dist 1024 MiB", "torch.compile", "Liger default", "torch's op", "torch"),
+            {"liger_dist 1024 MiB": "liger_dist", "torch": "torch, full logits", "torch's op": "torch's fused op"},
         ),
+        hidden="^(2048x4096x128256|16384x4096x128256|8192x8192x128256|16384x2304x256000), with torch's op$",
         skipped="GEMMs|(512|128) MiB|^Liger fp32( x4)?$|QuACK scaled",
     ),
     Page(

@@ -102,6 +102,7 @@ def test_a_number_has_three_digits() -> None:
 def test_new_results_and_newer_ones_of_a_problem_need_no_change_of_the_generator(tmp_path: Path) -> None:
     problems = json.loads((RESULTS / "mtp.json").read_text())
     (table,) = problems
+    problems[table]["environment"] |= {"gpu": "NVIDIA H100", "date": "2026-11-27"}
     (tmp_path / "planted.json").write_text(json.dumps(problems))
     newer = json.loads(json.dumps(problems[table]))
     newer["environment"] |= {"gpu": "NVIDIA H200", "date": "2027-01-01"}
