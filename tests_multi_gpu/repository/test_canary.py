@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import re
 from contextlib import suppress
 from importlib import metadata
@@ -389,6 +390,22 @@ def test_a_config_takes_implementations_for_one_model_alone() -> None:
     for name in IMPLEMENTATIONS:
         setattr(config, name, {"": "eager"})
         assert getattr(config, name) == "eager"
+
+
+@pytest.mark.parametrize("name", ["ForCausalLM", "ForConditionalGeneration"])
+def test_transformers_fuses_no_loss_with_lm_head(name: str) -> None:
+    """``use_kernels`` maps this loss to a kernel of the hub, but replaces modules alone. Once the loss is a module, or
+    takes hidden states, ``wrap`` and the kernel must not fuse twice."""
+    hub_kernels = pytest.importorskip("transformers.integrations.hub_kernels")
+    losses = importlib.import_module("transformers.loss.loss_utils")
+    loss = losses.LOSS_MAPPING[name]
+    assert loss is losses.ForCausalLMLoss
+    assert inspect.isfunction(loss)
+    assert not hasattr(loss, "kernel_layer_name")
+    assert next(iter(inspect.signature(loss).parameters)) == "logits"
+    source = inspect.getsource(hub_kernels)
+    assert "lm_head" not in source
+    assert not re.search(r"fused_?linear|linear_?cross_?entropy", source, re.IGNORECASE)
 
 
 def test_fully_shard_puts_its_class_first(workers_2: Workers) -> None:
