@@ -30,15 +30,15 @@ class WrapConfig:
     fused_loss: bool = True
     """Compute the loss inside lm_head. False only shards, for comparison."""
     layer_kernels: bool = True
-    """Compute norms, gated MLPs and rotary embeddings by kernels, where a probe of the model's own code agrees.
-    Layers that are compiled, or that compute in fp64, run their own code."""
+    """Compute norms, gated MLPs and rotary embeddings by kernels, where a probe of the model's code agrees.
+    Layers that are compiled, or that compute in fp64, run their original code."""
     mlp_tile_tokens: int | None = None
     """Tokens that a gated MLP computes at a time: its activations exist for one tile, which the backward computes
     again. For long sequences, with activation checkpointing; 4096 to 16384 keep the products' speed. None for all at
     once."""
     varlen_attention: bool = True
-    """Select ``attn_implementation="liger_dist"`` where the model's own is "sdpa" or "eager" and causal: packed, padded
-    and windowed sequences are computed without a dense mask. See docs/packing.md."""
+    """Select ``attn_implementation="liger_dist"`` where the model's attention is "sdpa" or "eager" and causal: packed,
+    padded and windowed sequences are computed without a dense mask. See docs/packing.md."""
     backend: Backend = "auto"
     """"triton", "reference" (plain torch), or "auto": Triton on GPUs, the reference elsewhere."""
     memory_budget: int | None = None
@@ -61,7 +61,7 @@ class WrapConfig:
     outputs: tuple[str, ...] = ()
     """What every call with labels returns beside its loss: names among "token_accuracy" (0-d), "is_top1", "entropy",
     "sum_sq_prob", "log_prob", "mean_logit", "log_sum_exp" and "z_loss" (the labels' shape; all without gradient), or
-    "logits" alone: then evaluation computes the model's own loss and full logits, and training stays fused.
+    "logits" alone: then evaluation computes the model's original loss and full logits, and training stays fused.
     ``outputs=`` of a call comes first."""
 
     def __post_init__(self) -> None:

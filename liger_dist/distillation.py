@@ -40,7 +40,7 @@ from .sharding.vocab_parallel import VocabParallel, row_shards_of
 
 
 class DistillationOutput(Protocol):
-    """The output of a student's call, with its own other fields."""
+    """The output of a student's call, with its further fields."""
 
     loss: Tensor
     """0-d, fp32 (fp64 for fp64 models)"""
@@ -163,7 +163,7 @@ def _classes(teacher: nn.Module) -> int:
 
 
 class CallerModes:
-    """Gradient and autocast modes of the caller, while a teacher runs in others."""
+    """Gradient and autocast modes of the caller, while a teacher runs in different ones."""
 
     def __init__(self) -> None:
         self._computes_gradients = torch.is_grad_enabled()
@@ -182,7 +182,7 @@ class CallerModes:
 
 class _StudentCall:
     """Runs the student when the teacher's lm_head is called; see [Note: The student runs inside the teacher's
-    lm_head]. In the caller's modes: a teacher's engine may have set others."""
+    lm_head]. In the caller's modes: a teacher's engine may have set different ones."""
 
     def __init__(
         self, student: nn.Module, call: dict[str, Any], loss: FusedLoss, options: dict[str, Any], rows: Tensor | None
@@ -260,7 +260,7 @@ def _intercepted(
 
 
 def full_linear(hidden_states: Tensor, head: Head) -> FullHead:
-    """Returns input, weight and bias of an lm_head without a model, inside its own forward."""
+    """Returns input, weight and bias of an lm_head without a model, inside its forward."""
     if row_shards_of(head) is not None:
         return VocabParallel().full_head(hidden_states, head)
     if isinstance(head.weight, DTensor):
@@ -365,7 +365,7 @@ def check_lone_head(head: nn.Module, given: str) -> nn.Linear:
         given: start of the message, up to its class.
 
     Raises:
-        LigerDistError: it is not an ``nn.Linear`` with its own forward.
+        LigerDistError: it is not an ``nn.Linear`` with the original forward.
     """
     forward = vars(head).get("forward", type(head).forward)
     is_own = forward is nn.Linear.forward or isinstance(head, ComputesLoss) or is_linear_forward(forward)

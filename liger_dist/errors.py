@@ -20,7 +20,7 @@ class LogitsNotComputedError(LigerDistError, AttributeError):
 
 
 def refuse_second_order(what: str, way_out: str) -> None:
-    """Refuses, in a backward, its own gradients: they are not defined, and must not be taken for zero.
+    """Refuses, in a backward, second-order gradients: they are not defined, and must not be taken for zero.
 
     Raises:
         LigerDistError: the backward runs with ``create_graph=True``.

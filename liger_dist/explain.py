@@ -31,7 +31,7 @@ class Explanation:
     declined: tuple[str, ...]
     """reasons why the adapter refuses; empty if it does not"""
     layers: LayerReport
-    """layers that kernels compute, and reasons why others are not"""
+    """layers that kernels compute, and reasons why further ones are not"""
     attention: str
     """implementation of attention, and the reason if it is the model's original one"""
     packing: str

@@ -65,7 +65,7 @@ def lm_head_loss(
     ignore_index: int = -100,
     memory_budget: int | None = None,
 ) -> LossOutput:
-    """Computes the loss of an lm_head alone, inside its own call: the cross entropy of the labels, or with a teacher
+    """Computes the loss of an lm_head alone, inside its call: the cross entropy of the labels, or with a teacher
     ``(1 - hard_weight) * divergence + hard_weight * cross entropy``, inside the calls of both lm_heads, where their
     frameworks have unsharded the weights.
 
@@ -77,7 +77,7 @@ def lm_head_loss(
         lm_head: an ``nn.Linear`` of C rows, or the FSDP1 unit around one.
         hidden_states: ``[..., D]``, what ``lm_head`` gets. Several depths of a draft are one tensor ``[depths, B, S,
             D]``.
-        labels: ``[...]`` classes for the logits at their own positions, which are not shifted, or ``ignore_index`` for
+        labels: ``[...]`` classes for the logits at their positions, which are not shifted, or ``ignore_index`` for
             tokens without a part in the loss. For a draft, :func:`draft_labels` makes them of token ids.
         teacher: the lm_head of a teacher, the target of a draft: an ``nn.Linear`` of V rows, or the FSDP1 unit around
             one. None for the cross entropy alone.

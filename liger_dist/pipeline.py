@@ -190,7 +190,7 @@ def _check_decoder(model: nn.Module, structure: Structure) -> None:
                 f"{name} does not only call its layers in order and then its final norm, with the hidden states "
                 "unchanged in between; such a model cannot be cut."
             )
-        arguments = [others for _, _, others in calls]
+        arguments = [rest for _, _, rest in calls]
         further.append(tree_leaves(arguments, is_leaf=lambda value: isinstance(value, dict)))
     for one, other in zip(*further, strict=True):
         is_same = torch.equal(one, other) if isinstance(one, Tensor) and isinstance(other, Tensor) else one == other
@@ -231,7 +231,7 @@ def pipeline_step(
     position_ids: Tensor | None = None,
 ) -> Tensor | None:
     """Runs one step of a schedule of ``torch.distributed.pipelining`` on a batch, and its backward where gradients are
-    enabled. Returns the loss (0-d) on ranks with the last stage, and None on others.
+    enabled. Returns the loss (0-d) on ranks with the last stage, and None elsewhere.
 
     The loss is that of the uncut model on the whole batch, whatever the numbers of labels of its micro-batches. All
     ranks of the process group call it together: they first exchange what they would refuse. Ranks of one pipeline give

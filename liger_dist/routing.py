@@ -86,16 +86,16 @@ def record_routing(model: nn.Module) -> Iterator[Routes]:
 
 @contextmanager
 def replay_routing(model: nn.Module, routes: Routes | Tensor) -> Iterator[None]:
-    """Lets the routers of ``model`` take given experts; their scores, and the gradients of these, are the model's own.
+    """Lets the routers of ``model`` take given experts; their scores, and the gradients of these, are the model's.
 
     Each forward within the context takes the same routes: use one context for each micro-batch. A backward after the
-    context recomputes checkpointed layers with the same experts. Compiled layers run their own
-    code within it, uncompiled. A load-balancing loss remains that of the router's own scores.
+    context recomputes checkpointed layers with the same experts. Compiled layers run their original
+    code within it, uncompiled. A load-balancing loss remains that of the router's scores.
 
     Args:
         routes: what :func:`record_routing` returned, or indices of an inference engine: integers ``[L, T, k]``, where L
             is the number of routers, or that of all decoder layers (entries of layers without experts are not read).
-            Tokens are in the order of ``input_ids.flatten()`` of this rank. A token with -1 keeps its own choice, as
+            Tokens are in the order of ``input_ids.flatten()`` of this rank. A token with -1 keeps its choice, as
             the last one of a text, for which engines return nothing.
 
     Raises:
@@ -223,7 +223,7 @@ class _LastTopK(TorchFunctionMode):
     """Replaces the result of a router's last ``topk``.
 
     Args:
-        given: experts ``[T, k]``, -1 for a token's own choice; None to look at what is chosen.
+        given: experts ``[T, k]``, -1 for the router's choice; None to look at what is chosen.
     """
 
     def __init__(self, explained: _Explained, given: Tensor | None, name: str) -> None:
@@ -254,31 +254,31 @@ class _LastTopK(TorchFunctionMode):
         self.experts = experts = self._experts_for(scores, found.indices)
         return torch.return_types.topk((scores.gather(-1, experts), experts))
 
-    def _all_groups(self, scores: Tensor, own: Tensor) -> Any:
-        """Selects all groups for tokens whose experts are given; the same number of entries for the others, some
+    def _all_groups(self, scores: Tensor, picks: Tensor) -> Any:
+        """Selects all groups for tokens whose experts are given; the same number of entries for the rest, some
         twice."""
         assert self.given is not None
-        is_known = (self.given[:, :1] >= 0).reshape(*own.shape[:-1], 1)
-        more = own[..., :1].expand(*own.shape[:-1], scores.shape[-1] - own.shape[-1])
-        every = torch.arange(scores.shape[-1], device=own.device)
-        groups = torch.where(is_known, every, torch.cat([own, more], -1))
+        is_known = (self.given[:, :1] >= 0).reshape(*picks.shape[:-1], 1)
+        more = picks[..., :1].expand(*picks.shape[:-1], scores.shape[-1] - picks.shape[-1])
+        every = torch.arange(scores.shape[-1], device=picks.device)
+        groups = torch.where(is_known, every, torch.cat([picks, more], -1))
         return torch.return_types.topk((scores.gather(-1, groups), groups))
 
-    def _experts_for(self, scores: Tensor, own: Tensor) -> Tensor:
+    def _experts_for(self, scores: Tensor, picks: Tensor) -> Tensor:
         assert self.given is not None
-        if own.numel() != self.given.numel() or own.shape[-1] != self.given.shape[-1]:
+        if picks.numel() != self.given.numel() or picks.shape[-1] != self.given.shape[-1]:
             raise LigerDistError(
-                f"routes of shape {list(self.given.shape)} for {self.name}, which chooses {own.shape[-1]} experts of "
-                f"each of {own.numel() // own.shape[-1]} tokens; expected [{own.numel() // own.shape[-1]}, "
-                f"{own.shape[-1]}]."
+                f"routes of shape {list(self.given.shape)} for {self.name}, which chooses {picks.shape[-1]} experts of "
+                f"each of {picks.numel() // picks.shape[-1]} tokens; expected [{picks.numel() // picks.shape[-1]}, "
+                f"{picks.shape[-1]}]."
             )
-        given = self.given.reshape(own.shape)
+        given = self.given.reshape(picks.shape)
         require(
             (given < scores.shape[-1]).all(),
             f"routes name an expert that a router does not have; expected numbers below {scores.shape[-1]}",
             lambda: f"{self.name} got {int(given.max())}.",
         )
-        return torch.where(given < 0, own, given)
+        return torch.where(given < 0, picks, given)
 
 
 def _explain(
@@ -328,18 +328,19 @@ def _settings_of(router: nn.Module) -> list[Any]:
 
 @contextmanager
 def _without_adapters(router: nn.Module) -> Iterator[None]:
-    """Gives a router its own weights instead of those that PEFT computes in its call, once for all that read them."""
+    """Gives a router its original weights instead of those that PEFT computes in its call, once for all that read
+    them."""
     if not is_parametrized(router):
         yield
         return
     adapted: Any = type(router)
-    own = {name: part.original for name, part in router.parametrizations.items()}  # type: ignore[union-attr,operator]
+    originals = {name: part.original for name, part in router.parametrizations.items()}  # type: ignore[union-attr,operator]
     router.__class__ = adapted.__bases__[0]
-    router._parameters.update(own)
+    router._parameters.update(originals)
     try:
         yield
     finally:
-        for name in own:
+        for name in originals:
             del router._parameters[name]
         router.__class__ = adapted
 
@@ -373,42 +374,42 @@ class _Trial:
         """Returns how the router chooses, or a clause that says why it is not understood."""
         looking = _Looking()
         with looking:
-            own = self.forward(*self.args, **self.kwargs)
+            output = self.forward(*self.args, **self.kwargs)
         if not looking.found:
             turned = tuple(-value if _is_floating(value) else value for value in self.args)
-            numbers, again = _numbers_in(own), _numbers_in(self.forward(*turned, **self.kwargs))
+            numbers, again = _numbers_in(output), _numbers_in(self.forward(*turned, **self.kwargs))
             if numbers is not None and again is not None and torch.equal(numbers, again):
                 return _Explained(self.code, _BY_TOKENS, None)
             return "it does not choose them by torch.topk"
         scores, experts = looking.found[-1]
-        if _scores_in(own, experts) is None:
+        if _scores_in(output, experts) is None:
             return "it does not return the result of its last topk with a score of each expert"
         generator = torch.Generator().manual_seed(1)
         order = torch.rand(scores.shape, generator=generator, device="cpu").argsort(-1)[..., : experts.shape[-1]]
-        others = order.to(experts.device).view(-1, experts.shape[-1])
+        permuted = order.to(experts.device).view(-1, experts.shape[-1])
         last, objections = len(looking.found) - 1, []
         for groups in (None, *reversed(range(last))):
             explained = _Explained(self.code, last, groups)
-            objections.append(self._objection(explained, own, experts, others))
+            objections.append(self._objection(explained, output, experts, permuted))
             if not objections[-1]:
                 return explained
         return objections[0]
 
-    def _objection(self, explained: _Explained, own: Any, experts: Tensor, others: Tensor) -> str:
-        flat = experts.reshape(others.shape)
+    def _objection(self, explained: _Explained, output: Any, experts: Tensor, permuted: Tensor) -> str:
+        flat = experts.reshape(permuted.shape)
         again = self._run(explained, flat)
-        if again is None or not _same(again, own):
+        if again is None or not _same(again, output):
             return "it computes something else when it is given the experts that it has chosen"
-        replaced, turned = self._run(explained, others), self._run(explained, others.flip(-1))
-        mixed = self._run(explained, torch.cat([others[:1], torch.full_like(flat[1:], -1)]))
+        replaced, turned = self._run(explained, permuted), self._run(explained, permuted.flip(-1))
+        mixed = self._run(explained, torch.cat([permuted[:1], torch.full_like(flat[1:], -1)]))
         if replaced is None or turned is None or mixed is None:
             return "it does not run with other experts"
         scores, of_turned = (
             _scores_in(out, chosen.view(experts.shape))
-            for out, chosen in ((replaced, others), (turned, others.flip(-1)))
+            for out, chosen in ((replaced, permuted), (turned, permuted.flip(-1)))
         )
-        of_mixed = _scores_in(mixed, torch.cat([others[:1], flat[1:]]).view(experts.shape))
-        of_own = _scores_in(own, experts)
+        of_mixed = _scores_in(mixed, torch.cat([permuted[:1], flat[1:]]).view(experts.shape))
+        of_own = _scores_in(output, experts)
         if scores is None or of_turned is None or of_mixed is None or of_own is None:
             return "it does not return the experts that it is given"
         if not bool(torch.isfinite(scores).all()) or bool((scores == 0).any()):
@@ -534,8 +535,8 @@ def _beside(experts: nn.Module, parents: dict[nn.Module, nn.Module]) -> list[nn.
     while True:
         around = [module for module in block.modules() if module not in inside]
         routers = [module for module in around if _selects(module)]
-        others = [module for module in around if module is not block]
-        by_tokens = by_tokens or [one for one in others if "input_ids" in signature(one.forward).parameters]
+        beside = [module for module in around if module is not block]
+        by_tokens = by_tokens or [one for one in beside if "input_ids" in signature(one.forward).parameters]
         is_layer = block not in parents or isinstance(parents[block], nn.ModuleList)
         if routers or is_layer or not is_experts(experts):
             return routers or by_tokens
@@ -543,12 +544,12 @@ def _beside(experts: nn.Module, parents: dict[nn.Module, nn.Module]) -> list[nn.
 
 
 def _has_experts(module: nn.Module) -> bool:
-    """True for a module that holds the weights of several experts: transformers' modules of experts, or others with
+    """True for a module that holds the weights of several experts: transformers' modules of experts, or modules with
     parameters of three dimensions, but for convolutions."""
     if is_experts(module):
         return True
-    own = [p for p in module._parameters.values() if p is not None]
-    return not isinstance(module, nn.modules.conv._ConvNd) and sum(len(full_shape(p)) == 3 for p in own) > 0
+    parameters = [p for p in module._parameters.values() if p is not None]
+    return not isinstance(module, nn.modules.conv._ConvNd) and sum(len(full_shape(p)) == 3 for p in parameters) > 0
 
 
 def _selects(module: nn.Module) -> bool:
@@ -626,7 +627,7 @@ def _check_experts(experts: Tensor) -> None:
     """
     ordered = experts.sort(-1).values
     is_twice = (ordered.diff() == 0) & (ordered[:, 1:] >= 0)
-    # The choice of a token is its own, or given.
+    # The choice of a token is the router's, or given.
     is_partly = (experts < 0).any(-1) & (experts >= 0).any(-1)
     require(
         ~(is_twice.any() | is_partly.any()),

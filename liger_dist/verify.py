@@ -38,10 +38,10 @@ from .wrap import full_logits, original_layers
 TOLERANCES: dict[torch.dtype | None, float] = {torch.float64: 1e-5, torch.float32: 1e-4}
 """of gradients, relative L2; 16-bit dtypes are held to 2e-2"""
 SINGLE = 5.0
-"""how many tolerances a single parameter may differ by, against its own norm or, if that is tiny, against a thousandth
+"""how many tolerances a single parameter may differ by, against its norm or, if that is tiny, against a thousandth
 of the largest"""
 OF_LAYERS = 5.0
-"""how many tolerances all gradients may differ by from those of the model's own layers, which round elsewhere"""
+"""how many tolerances all gradients may differ by from those of the model's original layers, which round elsewhere"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,19 +54,19 @@ class Verification:
     loss: float
     """of this rank, fused if it is; on an axis "sp" the mean of the ranks that share its sequences"""
     reference_loss: float
-    """of this rank, by the model's own loss on full logits"""
+    """of this rank, by the model's original loss on full logits"""
     loss_dtype: torch.dtype
     """of the loss as it leaves the outermost wrapper"""
     head_gradient_error: float
-    """of lm_head's parameters: relative L2 against the model's own loss, over all ranks"""
+    """of lm_head's parameters: relative L2 against the model's original loss, over all ranks"""
     gradient_error: float
     """the same of all parameters together"""
     worst_parameter: tuple[str, float]
-    """the parameter with the largest error, against its own norm, or a thousandth of the largest where that is more"""
+    """the parameter with the largest error, against its norm, or a thousandth of the largest where that is more"""
     linearity_error: float
     """relative L2 between lm_head's gradient of twice the loss and twice its gradient"""
     own_loss: float
-    """of this rank, by the model as it was before :func:`wrap`: own loss, layers and attention"""
+    """of this rank, by the model as it was before :func:`wrap`: original loss, layers and attention"""
     own_gradient_error: float
     """of all parameters together: relative L2 against the model as it was before :func:`wrap`"""
     kept: tuple[str, ...]
@@ -133,7 +133,7 @@ class _Passes:
     unfused: _Pass
     """on full logits"""
     original: _Pass
-    """on full logits, with the model's own layers and attention"""
+    """on full logits, with the model's original layers and attention"""
     other: _Pass | None
     """fused, with the texts in other rows"""
     kept: tuple[str, ...]
@@ -144,7 +144,7 @@ class _Passes:
 def verify(
     model: nn.Module, batch: dict[str, Any], *, teacher: nn.Module | None = None, optimizer: Any = None
 ) -> Verification:
-    """Runs one micro-batch through the wrapped ``model`` and compares it with the model's own loss, or with a
+    """Runs one micro-batch through the wrapped ``model`` and compares it with the model's original loss, or with a
     ``teacher`` the distillation loss with that of full logits; and with the model as it was before :func:`wrap`.
 
     Packed documents run apart in that model, one in each row, so that nothing can read another document there; and a
@@ -152,11 +152,11 @@ def verify(
     numbers.
 
     Five passes forward and backward with the same random numbers: fused, fused with twice the loss, unfused, unfused
-    with the model's own layers and attention, and fused with the texts in other rows. Those without fusion materialise
-    the logits: choose a batch that fits. On a mesh with an axis "sp" they compute the full sequences on every rank,
-    without exchanges. Gradients are compared over the ranks too: each trained parameter of ``model`` has one on all
-    ranks or on none, and ranks that share a parameter have the same. What other code had done to the model before
-    :func:`wrap`, its sharding included, is on both sides of the comparison. Where the loss is not fused, layers,
+    with the model's original layers and attention, and fused with the texts in other rows. Those without fusion
+    materialise the logits: choose a batch that fits. On a mesh with an axis "sp" they compute the full sequences on
+    every rank, without exchanges. Gradients are compared over the ranks too: each trained parameter of ``model`` has
+    one on all ranks or on none, and ranks that share a parameter have the same. What other code had done to the model
+    before :func:`wrap`, its sharding included, is on both sides of the comparison. Where the loss is not fused, layers,
     attention and ranks are compared as well.
 
     Every rank has to call it, between optimiser steps. Parameters, buffers, optimiser and random number generators are
@@ -166,10 +166,10 @@ def verify(
         model: the result of :func:`wrap`, or the engine that DeepSpeed made of it.
         batch: this rank's arguments of the model, of which at least one label is not ignored; with a teacher, those of
             :func:`distillation_loss` beside the two models.
-        teacher: the teacher of :func:`distillation_loss`; None for the model's own loss.
+        teacher: the teacher of :func:`distillation_loss`; None for the model's original loss.
         optimizer: the optimizer that will update the model, with ``param_groups``: it has to hold all trained
-            parameters that the next forward reads, and no others. None to leave that out; under DeepSpeed the engine
-            has its own.
+            parameters that the next forward reads, and no further ones. None to leave that out; under DeepSpeed the
+            engine has one.
 
     Raises:
         LigerDistError: on every rank alike; the model is not wrapped, gradients are waiting for an optimiser step, a
@@ -311,7 +311,7 @@ def _in_other_rows(
 
     Args:
         is_whole: True if the texts have to stay in their rows.
-        draws: True if the model draws random numbers, of which other rows get others.
+        draws: True if the model draws random numbers, of which other rows get different ones.
     """
     if is_whole or draws:
         return batch, None, "rows stay as they are" if is_whole else "the model draws random numbers"

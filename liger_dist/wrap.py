@@ -67,10 +67,10 @@ def wrap(
     """Makes ``model`` compute its loss fused, and shards it if the strategy does.
 
     The model is changed in place, once, and keeps its parameter names. A model on the meta device gets storage and
-    initial values by its own rule, layer by layer, from rank 0's random numbers. "fsdp2" and "tp" shard it before that;
-    under "fsdp1" and "deepspeed" every rank holds the full model for a moment, which very large models avoid by "fsdp2"
-    or by being built under ``deepspeed.zero.Init``. If only rank 0's model is on a real device, all ranks get its
-    values. Other threads may run other models meanwhile, and not this one.
+    initial values by its initialization, layer by layer, from rank 0's random numbers. "fsdp2" and "tp" shard it before
+    that; under "fsdp1" and "deepspeed" every rank holds the full model for a moment, which very large models avoid by
+    "fsdp2" or by being built under ``deepspeed.zero.Init``. If only rank 0's model is on a real device, all ranks get
+    its values. Other threads may run other models meanwhile, and not this one.
 
     Args:
         model: a Hugging Face causal language model, a ``PeftModel`` of one, or a stage of one that
@@ -258,7 +258,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def full_logits(model: nn.Module) -> Iterator[None]:
-    """Within, a wrapped model computes its own loss on full logits, and returns both.
+    """Within, a wrapped model computes its original loss on full logits, and returns both.
 
     Raises:
         LigerDistError: the model is not wrapped.
@@ -271,12 +271,12 @@ def full_logits(model: nn.Module) -> Iterator[None]:
 def original_layers(
     model: nn.Module, *, keeps_attention: bool = False, keeps_rows: bool = False
 ) -> Iterator[tuple[str, ...]]:
-    """Within, a wrapped model has its own layers and attention, as before :func:`wrap`. Yields what it keeps of this
-    library's, as clauses.
+    """Within, a wrapped model has its original layers and attention, as before :func:`wrap`. Yields what it keeps of
+    this library's, as clauses.
 
     Args:
-        keeps_attention: for calls that the model's own attention does not know.
-        keeps_rows: for packed documents, which its own recurrent layers do not separate.
+        keeps_attention: for calls that the model's original attention does not know.
+        keeps_rows: for packed documents, which its original recurrent layers do not separate.
 
     Raises:
         LigerDistError: the model is not wrapped.

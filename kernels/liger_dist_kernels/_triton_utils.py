@@ -123,7 +123,7 @@ def dense(vector: Vector) -> Vector:
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype of softmax statistics: fp64 for fp64 logits, fp32 for all others."""
+    """Returns the dtype of softmax statistics: fp64 for fp64 logits, otherwise fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

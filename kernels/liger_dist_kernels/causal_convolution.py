@@ -152,12 +152,12 @@ def _causal_convolution_bwd_kernel(
             _, slope = activate(bias + w_0 * x + w_1 * r_1 + w_2 * r_2 + w_3 * r_3, KIND)
             d_z *= slope
         if NEEDS_WEIGHT:
-            own = tl.where(step < STRIP, d_z, 0.0)
-            d_w_0 += own * x
-            d_w_1 += own * r_1
-            d_w_2 += own * r_2
-            d_w_3 += own * r_3
-            d_bias += own
+            d_here = tl.where(step < STRIP, d_z, 0.0)
+            d_w_0 += d_here * x
+            d_w_1 += d_here * r_1
+            d_w_2 += d_here * r_2
+            d_w_3 += d_here * r_3
+            d_bias += d_here
         d_x_1 += tl.where(of == of_1, w_1 * d_z, 0.0)
         d_x_2 += tl.where(of == of_2, w_2 * d_z, 0.0)
         d_x_3 += tl.where(of == of_3, w_3 * d_z, 0.0)
@@ -204,7 +204,7 @@ def causal_convolution_fwd(
     shape = x.shape
     x, seq_idx_BS = _in_one_row(_channels_last(x), seq_idx_BS)
     B, C, S = x.shape
-    # No view: others may change the output of an autograd function in place.
+    # No view: the caller may change the output of an autograd function in place.
     y = torch.empty_strided(shape, _strides(shape), dtype=x.dtype, device=x.device)
     sizes = causal_convolution_sizes(x.numel(), most_tokens=128)
     if y.numel() > 0:

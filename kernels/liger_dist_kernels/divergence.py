@@ -3,7 +3,7 @@
 
 Legend: T tokens, V classes of the student, G slices of the vocabulary, F fields. ``z`` are transformed logits (see
 :class:`LossOptions`), q the student's probabilities and p the teacher's, over the classes that both have: the teacher's
-block may have fewer columns, and the others have no part in the divergence.
+block may have fewer columns, and further classes have no part in the divergence.
 
 - "forward_kl": ``sum p log(p / q)`` (Hinton et al. 2015, arXiv:1503.02531); gradient by z of the student: ``q - p``.
 - "reverse_kl": ``sum q log(q / p)`` (Gu et al. 2024, "MiniLLM", arXiv:2306.08543); ``q (log(q / p) - divergence)``.
@@ -13,7 +13,7 @@ block may have fewer columns, and the others have no part in the divergence.
   student (Leviathan et al. 2023, arXiv:2211.17192, section 3.2); with ``s = sign(q - p) / 2``: ``q (s - sum q s)``.
 
 Two sweeps over the logits for a KL divergence: the statistics, then the gradient. A third one in between for the
-others, which need both log-sum-exps.
+remaining ones, which need both log-sum-exps.
 """
 
 from __future__ import annotations
@@ -230,9 +230,9 @@ def pair_arguments(
     student = transform_arguments(options.student, None, dtype)
     teacher = transform_arguments(options.teacher, None, dtype)
     # Their transforms share the temperature, so one that is not 1 makes both transform.
-    others = (teacher_TV,) if out_TV is None else (teacher_TV, out_TV)
+    tensors = (teacher_TV,) if out_TV is None else (teacher_TV, out_TV)
     # Logits and exponentials of both models need eight warps.
-    tile = tile_arguments(student_TV, *others, is_padded=is_padded, most_columns=DIVERGENCE_COLUMNS, num_extra=2)
+    tile = tile_arguments(student_TV, *tensors, is_padded=is_padded, most_columns=DIVERGENCE_COLUMNS, num_extra=2)
     return tile | {
         "FP64": statistics_dtype(dtype) == torch.float64,
         "FORWARD": options.divergence == "forward_kl",

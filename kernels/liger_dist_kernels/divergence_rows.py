@@ -228,9 +228,9 @@ def divergence_gradient(
     gradient = tl.where(factor == 0.0, 0.0, gradient * factor)
     if HAS_HARD:
         at_1 = rounded_product(student, tl.zeros_like(student) + hard.temperature)
-        own = probability(at_1, hard.row_max, log2_of(hard.log_total))
-        own = tl.where(offs_v == label, -hard.miss, own)
-        gradient += hard.temperature * hard.factor * own
+        probs = probability(at_1, hard.row_max, log2_of(hard.log_total))
+        probs = tl.where(offs_v == label, -hard.miss, probs)
+        gradient += hard.temperature * hard.factor * probs
     return gradient * slope
 
 

@@ -270,7 +270,7 @@ def _launch(
     options: GateOptions,
     bias_EH: Tensor | None,
     low: LowRankFactors | None,
-    *others: Any,
+    *arguments: Any,
     all_features: bool,
     other_rank: int = 0,
     **constants: Any,
@@ -278,7 +278,7 @@ def _launch(
     """Launches a kernel of the gate.
 
     Args:
-        others: its other arguments, after those of the forward.
+        arguments: further ones of the kernel, after those of the forward.
         all_features: True if a program computes all features of its rows.
         other_rank: rank of another low-rank product that it computes.
     """
@@ -309,7 +309,7 @@ def _launch(
         routing.pair_S,
         routing.ends_E,
         *(host_number(value, dtype) for value in numbers),
-        *others,
+        *arguments,
         FLAGS=flags,
         **EXPERT_GATE,
         **constants,

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""Marks ignored labels and counts the others, in one launch.
+"""Marks ignored labels and counts the valid ones, in one launch.
 
 Legend: T tokens.
 """
@@ -62,7 +62,7 @@ def _label_facts_kernel(
 def label_facts(
     labels_T: Tensor, *, ignore_index: int, vocab_size: int = 2**31 - 1, backend: Backend = "auto"
 ) -> LabelFacts:
-    """Marks ignored labels, counts the others and finds their range.
+    """Marks ignored labels, counts the valid ones and finds their range.
 
     Args:
         labels_T: ``[T]``, any integers. Compared as int64: an unsigned label may equal ``ignore_index`` only in

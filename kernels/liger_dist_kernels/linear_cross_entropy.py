@@ -178,7 +178,7 @@ def score(tokens: TokenChunks, head: HeadSlice, targets: TokenTargets, *, scorin
         hidden_cD, targets_c = tokens.hidden(chunk), tokens.targets(chunk)
         operands = head.operands(hidden_cD.dtype)
         statistics, chosen, _ = _score_tiles(hidden_cD, operands, targets_c, head, scoring)
-        parts.append(_own(_completed(statistics, chosen, head), tokens.own_rows(chunk)))
+        parts.append(_own(_completed(statistics, chosen, head), tokens.local_rows(chunk)))
     return _result(parts, targets, head, scoring)
 
 
@@ -248,7 +248,7 @@ def score_with_gradients(
         d_logits_cV = buffer_cV[: len(hidden_cD)]
         upstream = tokens.gradients(chunk) if len(hidden_cD) > 0 else None
         statistics, chosen = _logits_to_gradient(d_logits_cV, hidden_cD, operands, targets_c, upstream, head, scoring)
-        parts.append(_own((statistics, chosen), tokens.own_rows(chunk)))
+        parts.append(_own((statistics, chosen), tokens.local_rows(chunk)))
         if needs.hidden:
             write_hidden_gradient(d_logits_cV, operands[0], tokens.gradient_buffer(chunk))
             tokens.gradient_written(chunk)

@@ -98,12 +98,12 @@ def linear_divergence(
             backend=scoring.backend,
         )
         hard = _hard_terms(student_cV, targets_c, head, scoring) if hard_weight > 0 else None
-        own = tokens.own_rows(chunk)
-        counts_T = targets_c.labels_T[own] >= 0
+        rows = tokens.local_rows(chunk)
+        counts_T = targets_c.labels_T[rows] >= 0
         divergence_T, entropy_T = (
-            torch.where(counts_T, values_T[own], 0.0) for values_T in (terms.divergence_T, terms.entropy_T)
+            torch.where(counts_T, values_T[rows], 0.0) for values_T in (terms.divergence_T, terms.entropy_T)
         )
-        parts.append((divergence_T, entropy_T, None if hard is None else hard.cross_entropy_T[own]))
+        parts.append((divergence_T, entropy_T, None if hard is None else hard.cross_entropy_T[rows]))
         if not needs.any or len(hidden_cD) == 0:
             continue
         factor_T = tokens.gradients(chunk).cross_entropy_T

@@ -13,7 +13,7 @@ Programs of a row wait for each other in a loop, and CUDA does not promise that 
 a program takes its piece by an atomic ticket instead of its program id: pieces are taken in the order in which programs
 start, row by row. The first unfinished row then has all its programs running or next to start, none of which waits for
 a later row, so the launch always makes progress. A program publishes its statistics by a release on the row's counter;
-the others spin on an acquire of the same counter, after which those stores are visible. Their loads are volatile, so
+the rest spin on an acquire of the same counter, after which those stores are visible. Their loads are volatile, so
 that the compiler neither moves them before the loop nor reuses a value from an earlier line of the cache. After its
 release each program reads the logits of one piece only, so that it may overwrite them.
 

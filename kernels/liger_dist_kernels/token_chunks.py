@@ -145,7 +145,7 @@ class TokenChunks(Protocol):
         """Returns the chunk's upstream gradients of the terms, or coefficients of the gradient, each ``[c, ...]``."""
         ...
 
-    def own_rows(self, chunk: int) -> slice:
+    def local_rows(self, chunk: int) -> slice:
         """Returns the rows of a chunk that are the caller's tokens."""
         ...
 
@@ -204,7 +204,7 @@ class LocalTokens:
         rows = self._rows(chunk)
         return type(self._gradients)(*(None if field is None else field[rows] for field in self._gradients))
 
-    def own_rows(self, chunk: int) -> slice:
+    def local_rows(self, chunk: int) -> slice:
         return slice(None)
 
     def gradient_buffer(self, chunk: int) -> Tensor:

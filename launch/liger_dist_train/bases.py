@@ -161,21 +161,22 @@ def quantisable(module: nn.Module) -> Iterator[Tensor]:
 
 
 def left_out(held: dict[str, Tensor], model: Any, *, is_quantised: bool) -> dict[str, Tensor]:
-    """Returns those of a checkpoint's tensors that ``model`` has no parameters for. Its own are compared by the names
-    that transformers writes; in a quantised one scales and the like are of the parameter whose name they continue."""
+    """Returns those of a checkpoint's tensors that ``model`` has no parameters for. Its parameters are compared by the
+    names that transformers writes; in a quantised one scales and the like are of the parameter whose name they
+    continue."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    own = set(revert_weight_conversion(model, {n: t.to("meta") for n, t in model.state_dict().items()}))
+    names = set(revert_weight_conversion(model, {n: t.to("meta") for n, t in model.state_dict().items()}))
 
-    def is_own(name: str) -> bool:
+    def is_of_model(name: str) -> bool:
         if not is_quantised:
-            return name in own or COMPUTED.search(name) is not None
+            return name in names or COMPUTED.search(name) is not None
         cuts = [name[: match.start()] for match in re.finditer(r"[._]", name)]
         if name.endswith(("_scale", "_scale_inv")):
             cuts.append(f"{name.rpartition('.')[0]}.weight")
-        return name in own or any(cut in own for cut in cuts) or COMPUTED.search(name) is not None
+        return name in names or any(cut in names for cut in cuts) or COMPUTED.search(name) is not None
 
-    return {name: tensor for name, tensor in held.items() if not is_own(name)}
+    return {name: tensor for name, tensor in held.items() if not is_of_model(name)}
 
 
 def is_prediction(name: str, text_config: Any) -> bool:
@@ -239,17 +240,17 @@ def keep_left_out(base: Path, model: Any, written: Path) -> list[str]:
     if not names:
         return []
     _add_files(base, names, written)
-    own, whole = (json.loads((folder / "config.json").read_text()) for folder in (written, base))
-    if own["model_type"] != whole["model_type"]:
+    exported, whole = (json.loads((folder / "config.json").read_text()) for folder in (written, base))
+    if exported["model_type"] != whole["model_type"]:
         # Of the language model alone.
         whole.pop("quantization_config", None)
-        whole |= {name: own[name] for name in ("dtype", "transformers_version") if name in own}
+        whole |= {name: exported[name] for name in ("dtype", "transformers_version") if name in exported}
         if whole.get("eos_token_id") is None and whole.get("text_config", {}).get("eos_token_id") is None:
-            whole["eos_token_id"] = own.get("eos_token_id")
+            whole["eos_token_id"] = exported.get("eos_token_id")
         for settings in (whole, whole.get("text_config", {})):
-            settings["tie_word_embeddings"] = own.get("tie_word_embeddings", False)
-            if "dtype" in own:
-                settings["dtype"] = own["dtype"]
+            settings["tie_word_embeddings"] = exported.get("tie_word_embeddings", False)
+            if "dtype" in exported:
+                settings["dtype"] = exported["dtype"]
                 settings.pop("torch_dtype", None)
         (written / "config.json").write_text(json.dumps(whole, indent=2) + "\n")
         for name in OF_PROCESSORS:

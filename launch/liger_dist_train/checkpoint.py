@@ -238,8 +238,8 @@ class Checkpoints:
                 f"Export its weights (liger-dist export {self._folder.parent}) and start from them with --model, "
                 "or go on with the strategy that wrote it."
             )
-        own, found = _without_place(self._description, found)
-        for name, value in own.items():
+        expected, found = _without_place(self._description, found)
+        for name, value in expected.items():
             if found.get(name) != value:
                 raise LigerDistError(
                     f"the checkpoint {path} was written with {_difference(name, found.get(name), value)}. Resume with "
@@ -318,7 +318,7 @@ def checksum_of_file(file: Path) -> str:
 
 
 def checksum_of_text(description: dict[str, Any]) -> str:
-    """Computes the checksum of a description, without its own checksum."""
+    """Computes the checksum of a description, without its field for the checksum."""
     values = {name: value for name, value in description.items() if name != "checksum"}
     return xxhash.xxh3_128(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
@@ -433,16 +433,16 @@ def difference_of_bases(written: dict[str, str], found: dict[str, str]) -> str |
     return None
 
 
-def _without_place(own: dict[str, Any], found: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _without_place(expected: dict[str, Any], found: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Leaves out where the base of LoRA is, for both know its weights; of a checkpoint that does not know them, the
     weights.
 
     Raises:
         LigerDistError: the base has other weights.
     """
-    mine, theirs = own.get("lora"), found.get("lora")
+    mine, theirs = expected.get("lora"), found.get("lora")
     if not mine or not theirs:
-        return own, found
+        return expected, found
     written = theirs.get("weights")
     difference = None if written is None else difference_of_bases(written, mine["weights"])
     if difference is not None:
@@ -454,7 +454,7 @@ def _without_place(own: dict[str, Any], found: dict[str, Any]) -> tuple[dict[str
     if written is None:
         theirs = theirs | {"model": str(Path(theirs["model"]).resolve())}
     kept = [{name: value for name, value in of.items() if name not in ignored} for of in (mine, theirs)]
-    return own | {"lora": kept[0]}, found | {"lora": kept[1]}
+    return expected | {"lora": kept[0]}, found | {"lora": kept[1]}
 
 
 def _step_of(name: str) -> int:

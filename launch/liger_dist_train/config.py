@@ -205,7 +205,7 @@ class TrainConfig(TrainOptions):
 
     def _check_experts(self) -> None:
         """Refuses options that models which transformers has sharded do not have."""
-        others = {
+        options = {
             "lora_rank": self.lora_rank,
             "float8": self.float8,
             "cpu_offload": self.cpu_offload,
@@ -214,7 +214,7 @@ class TrainConfig(TrainOptions):
             "teacher": self.teacher,
             "mlp_tile_tokens": self.mlp_tile_tokens,
         }
-        given = [f"--{name} {value}" for name, value in others.items() if value]
+        given = [f"--{name} {value}" for name, value in options.items() if value]
         given += ["--lm_head vocab_parallel"] if self.lm_head != "gather" else []
         given += [] if self.reshard_after_forward else ["--reshard_after_forward false"]
         if self.router_bias_rate and self.lora_rank:

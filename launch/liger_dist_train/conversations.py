@@ -145,10 +145,10 @@ def _calls_of(turn: dict[str, Any], index: int) -> list[dict[str, Any]]:
             raise BadRowError(
                 f"has {arguments!r} for the arguments of {name} in turn {index}; expected an object, or one as JSON"
             )
-        others = {
+        further = {
             key: value for key, value in one.items() if key not in ("function", "name", "arguments", "parameters")
         }
-        found.append({"type": "function"} | others | {"function": {"name": name, "arguments": arguments}})
+        found.append({"type": "function"} | further | {"function": {"name": name, "arguments": arguments}})
     return found
 
 

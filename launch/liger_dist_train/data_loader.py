@@ -386,7 +386,7 @@ def _tokenizer_folder(config: TrainConfig) -> Path:
             f"--model {config.model} has no tokenizer; name one with --tokenizer FOLDER (liger-dist tokenizer FOLDER "
             "DATA trains one on your data)."
         )
-    # Pretrained weights know the ids of their own tokenizer only.
+    # Pretrained weights know only the ids of their tokenizer.
     try:
         load_tokenizer(Path(config.model))
     except LigerDistError as error:

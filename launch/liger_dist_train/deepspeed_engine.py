@@ -24,7 +24,7 @@ from .safe_pickle import deepspeed_names
 
 
 class DeepSpeedEngine:
-    """Its checkpoints are DeepSpeed's own: the same stage, dtype and number of ranks reads them."""
+    """Its checkpoints have DeepSpeed's format: the same stage, dtype and number of ranks reads them."""
 
     def __init__(self, config: TrainConfig, dims: ParallelDims, model: nn.Module) -> None:
         if not torch.cuda.is_available():
@@ -45,7 +45,7 @@ class DeepSpeedEngine:
         refuse_without_launcher(dims)
         decayed = decayed_parameters(model, config)
         wrapped = build(config, dims, model, read_section(settings))
-        # DeepSpeed puts its own around it, which reads the learning rate from this one.
+        # DeepSpeed puts an optimizer around it, which reads the learning rate from this one.
         self.optimizer = make_optimizer(wrapped, config, decayed)
         self.model, *_ = deepspeed.initialize(model=wrapped, optimizer=self.optimizer, config=settings)
         stage = self.model.zero_optimization_stage()
@@ -153,19 +153,19 @@ def _check_sections(path: Path, settings: Any) -> None:
         raise LigerDistError(f"{path} enables fp16, which this program has no scaling for; use --dtype bfloat16.")
     for name in ("optimizer", "scheduler"):
         if name in settings:
-            raise LigerDistError(f"{path} has a section {name!r}; the program brings its own, leave it out.")
+            raise LigerDistError(f"{path} has a section {name!r}; the program sets it, leave it out.")
 
 
 @contextmanager
 def raised_at_the_end(writer: Any, method: str) -> Iterator[None]:
     """Raises what ``method`` cannot write when the context ends: DeepSpeed has barriers in between, where the other
     ranks would wait for this one."""
-    own = getattr(writer, method)
+    original = getattr(writer, method)
     failures: list[Exception] = []
 
     def write(*arguments: Any, **options: Any) -> None:
         try:
-            own(*arguments, **options)
+            original(*arguments, **options)
         except (OSError, RuntimeError) as error:
             failures.append(error)
 

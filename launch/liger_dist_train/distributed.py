@@ -266,8 +266,8 @@ def speaks_without_store() -> bool:
 
 
 def answer_of(ask: Callable[[], T], limit: float) -> T | None:
-    """Asks the store for at most ``limit`` seconds: its own time limits do not help where its process is frozen. None
-    for no answer."""
+    """Asks the store for at most ``limit`` seconds: the store's time limits do not help where its process is frozen.
+    None for no answer."""
     answers: list[T] = []
 
     def keep() -> None:

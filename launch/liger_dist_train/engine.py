@@ -34,8 +34,8 @@ class Engine(Protocol):
     """of what :meth:`save` writes; :meth:`load` reads no other"""
 
     def micro_batch(self, *, is_last: bool) -> AbstractContextManager[Any]:
-        """Wraps forward and backward of a micro-batch. Sharded gradients are reduced over ranks in each one, others in
-        the last one of a step."""
+        """Wraps forward and backward of a micro-batch. Sharded gradients are reduced over ranks in each one, full ones
+        in the last one of a step."""
 
     def backward(self, loss: Tensor) -> None: ...
 

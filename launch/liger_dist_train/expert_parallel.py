@@ -76,7 +76,7 @@ def check_experts(model: Any, dims: ParallelDims) -> None:
 
 
 def random_model(config: TrainConfig, model_config: Any) -> nn.Module:
-    """Makes a full model of random fp32 values, by its own rule and ``--seed``."""
+    """Makes a full model of random fp32 values, by its initialization and ``--seed``."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         model: nn.Module = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)

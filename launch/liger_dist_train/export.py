@@ -203,8 +203,8 @@ def _filled(model: Any, weights: dict[str, Any], path: Path, *, has_lora: bool, 
 
 
 def _untie(model: Any) -> None:
-    """Gives lm_head its own weight where it is tied to the embedding and either has a LoRA layer, which would be merged
-    into both."""
+    """Gives lm_head a separate weight where it is tied to the embedding and either has a LoRA layer, which would be
+    merged into both."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     has_lora = any(hasattr(module, "get_base_layer") for module in (head, embedding))
     if not has_lora or head.weight is not embedding.weight:
@@ -260,12 +260,12 @@ def _dequantized(quantised: Any) -> Any:
     model: Any = type(quantised)(quantised.config)
     layers = dict(four_bit_layers(quantised))
     stacks = {name: (module, stack.name) for name, module, stack in four_bit_stacks(quantised)}
-    others = {
+    kept = {
         name: tensor
         for name, tensor in quantised.state_dict().items()
         if name.rpartition(".weight")[0] not in layers and not any(f"{name}.".startswith(f"{one}.") for one in stacks)
     }
-    model.float().load_state_dict(others, strict=False)
+    model.float().load_state_dict(kept, strict=False)
     with torch.no_grad():
         for name, layer in layers.items():
             values = dequantized(layer.weight, layer.weight.quant_state, torch.float32)

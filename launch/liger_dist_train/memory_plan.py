@@ -35,7 +35,7 @@ RECOMPUTED_BYTES = 2**24
 SCALES = (1 + FP32 / 256) / 64
 """bytes of scales for each 4-bit weight: one for 64 of them, of 8 bits, and one of fp32 for 256 of those"""
 AUTOCAST = ("none", "ddp", "tp")
-"""strategies without a compute dtype of their own"""
+"""strategies that set no compute dtype"""
 GATHERED_UNITS = 2
 """the one that runs, and the next one, which is gathered meanwhile"""
 BUCKETS = {"reduce_bucket_size": 500_000_000, "stage3_max_live_parameters": 1_000_000_000, "sub_group_size": 10**9}
@@ -66,7 +66,7 @@ class MemoryPlan:
     loss: int
     """what the head holds beside the shards of its weight"""
     sent: int
-    """by this process to others for one loss"""
+    """by this rank to other ranks for one loss"""
     teacher: int = 0
     """weights of the teacher that stay, and at the loss its lm_head, embedding and hidden states"""
     accumulated: int = 0
@@ -129,7 +129,7 @@ def plan(
     if teacher_config is not None:
         held = bytes_of_teacher(config, dims, teacher_config)
         plans = [replace(plan, teacher=held) for plan in plans]
-    assumption = "gated delta nets as flash-linear-attention computes them; transformers' own code needs more"
+    assumption = "gated delta nets as flash-linear-attention computes them; transformers' code needs more"
     return Plans(dims, plans, assumption if DeltaNet.is_in(text) else "")
 
 
@@ -178,14 +178,14 @@ class Held:
     def of(cls, module: nn.Module, config: TrainConfig, strategy: str) -> Held:
         frozen = {p for p in module.parameters() if not p.requires_grad}
         packed = [p for p in quantisable(module) if p in frozen] if config.load_in_4bit else []
-        others = frozen.difference(packed)
+        rest = frozen.difference(packed)
         bytes_of_packed = sum(p.numel() for p in packed) // 2
         return cls(
             trained=sum(p.numel() for p in module.parameters() if p.requires_grad),
             frozen=sum(p.numel() for p in frozen),
             frozen_bytes=bytes_of_packed
-            + sum(p.numel() * (FP32 if strategy in FULL_FIRST else p.element_size()) for p in others),
-            compute_bytes=bytes_of_packed + sum(p.numel() for p in others) * (FP32 if config.dtype == "float32" else 2),
+            + sum(p.numel() * (FP32 if strategy in FULL_FIRST else p.element_size()) for p in rest),
+            compute_bytes=bytes_of_packed + sum(p.numel() for p in rest) * (FP32 if config.dtype == "float32" else 2),
             scales=int(sum(p.numel() for p in packed) * SCALES),
             largest=max((p.numel() for p in packed), default=0),
         )
@@ -472,7 +472,7 @@ def needs_of_a_layer(a: TrainConfig, strategy: str, text: Any, mixture: Mixture 
         # Under autocast the residual stream is fp32, and products get copies in bf16.
         numbers += 4 * D
     square = a.batch_size * S * S
-    # A mask of each layer's own, in bf16 and as it was; scores where SDPA has no fused kernel: fp32 with shared keys.
+    # A mask of each layer, in bf16 and as it was; scores where SDPA has no fused kernel: fp32 with shared keys.
     masks = 3 * square if is_masked else 0
     has_scores = a.attention == "eager" or (size == 4 and a.attention in (None, "sdpa"))
     scores = heads * square * size if has_scores else 0

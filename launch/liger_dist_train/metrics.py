@@ -116,7 +116,7 @@ class Metrics:
     def _leaving_out(self, tracker: Any) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # Each service raises its own.
+        except Exception as error:  # Each service raises different errors.
             self._trackers = [other for other in self._trackers if other is not tracker]
             words = (
                 f"the tracker {tracker.name} failed: {error!r}. The run goes on without it; {self._path} has all steps."
@@ -234,7 +234,7 @@ def start_trackers(config: TrainConfig, *, goes_on: bool) -> list[Any]:
             tracker.start()
             values = vars(config).items()
             tracker.store_init_configuration({k: v if isinstance(v, int | float | str) else str(v) for k, v in values})
-        except Exception as error:  # Each service raises its own.
+        except Exception as error:  # Each service raises different errors.
             raise LigerDistError(
                 f"the tracker {name} cannot be started: {error!r}; install and configure it."
             ) from error
@@ -282,7 +282,7 @@ PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12, "L40S"
 @dataclass(frozen=True)
 class Flops:
     """As in the appendix of PaLM (Chowdhery et al. 2022): six for each weight that a token is multiplied with, four for
-    a frozen one, which has no gradient, and those of attention over the keys of each token's own document. Of experts
+    a frozen one, which has no gradient, and those of attention over the keys of each token's document. Of experts
     the ones that a token is sent to count. What is computed again for activation checkpointing does not."""
 
     per_token: float

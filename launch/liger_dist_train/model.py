@@ -135,7 +135,7 @@ def read_config(path: Path) -> Any:
 
 def weights_dtype(config: TrainConfig) -> torch.dtype:
     """Returns the dtype of weights that are read: fp32, the optimizer's masters; ``--dtype`` for the frozen base of
-    LoRA, whose own parameters PEFT keeps in fp32."""
+    LoRA, whose parameters PEFT keeps in fp32."""
     found: torch.dtype = getattr(torch, str(config.dtype)) if config.lora_rank else torch.float32
     return found
 

@@ -28,7 +28,7 @@ Kind = Literal["matrix", "matrices", "filter", "vector", "state"]
 """of a parameter: a matrix, a stack of matrices as of experts, filters of a convolution, a vector or a stack of
 vectors, or what a recurrence multiplies its state by"""
 STATES = ("A_log", "dt_bias")
-"""endings of names of the last kind; transformers marks others by ``_no_weight_decay``"""
+"""endings of names of the last kind; transformers marks further ones by ``_no_weight_decay``"""
 
 
 def clean(name: str) -> str:
@@ -113,7 +113,7 @@ def make_optimizer(
     groups: dict[Any, dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            # A shard may have one dimension, so that its own does not say.
+            # A shard may have one dimension, so that the shard's dimensions do not say.
             is_decayed = has_decay(clean(name), decayed, config)
             decay = config.weight_decay if is_decayed else 0.0
             is_matrix = clean(name) in matrices
@@ -136,7 +136,7 @@ def make_optimizer(
             [group for (_, _, is_matrix), group in groups.items() if is_matrix == of] for of in (True, False)
         )
         return MuonAndAdamW(of_muon, of_adamw, settings)
-    # DeepSpeed takes torch's own class alone.
+    # DeepSpeed takes torch's class alone.
     is_sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
     return (ShardedAdamW if is_sharded else AdamW)(list(groups.values()), **settings)
 

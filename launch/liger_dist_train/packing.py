@@ -196,7 +196,7 @@ def prepare_source(
         packings[split] = Packing.load(folder)
         said[split] = asdict(_count(chosen, packings[split], sequence_length))
     totals["skipped"] = len(skipped) + len(too_long)
-    # The first token of a later piece is not predicted. What has labels of its own is a conversation, never cut.
+    # The first token of a later piece is not predicted. What has a list of labels is a conversation, never cut.
     totals["labels"] -= sum(int((packing.start > 0).sum()) for packing in packings.values())
     _check_counts(source, totals, said)
     counts = {"source": source.name, "files": len(source.files), **totals, "splits": said}

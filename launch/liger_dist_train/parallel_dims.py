@@ -14,7 +14,7 @@ from .config import TrainConfig
 
 SIZES = ("dp_replicate", "dp_shard", "tp", "sp")
 OPTIONS = {"fsdp1": ("dp_replicate", "dp_shard"), "fsdp2": SIZES, "tp": ("tp",)}
-"""the sizes that a strategy has; the others have none"""
+"""the sizes that a strategy has; all remaining strategies have none"""
 
 
 @dataclass(frozen=True)

@@ -354,8 +354,8 @@ class Loop:
             LigerDistError: the step was not skipped.
         """
         trainer, step = self._trainer, row["step"]
-        own = float(trainer.own_loss) if trainer.own_loss is not None else math.nan
-        described = describe_numbers(step, row["loss"], own, trainer.places(), trainer.engine.broken_gradients())
+        loss = float(trainer.own_loss) if trainer.own_loss is not None else math.nan
+        described = describe_numbers(step, row["loss"], loss, trainer.places(), trainer.engine.broken_gradients())
         if not trainer.was_skipped:
             refuse_numbers(described, self._published_step(), trainer.config.max_skipped_steps)
         del row["loss"], row["grad_norm"]

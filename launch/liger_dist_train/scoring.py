@@ -53,8 +53,8 @@ class ScoreConfig(ScoreOptions):
 
     def as_training(self) -> TrainConfig:
         """The options that a training run on this data would have."""
-        own = ("top_k", "overwrite")
-        named = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in own}
+        of_scoring = ("top_k", "overwrite")
+        named = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in of_scoring}
         return TrainConfig(**named, eval_fraction=0.0)
 
 
@@ -213,14 +213,14 @@ class Shards:
         for file in self._here.glob("*.partial"):
             file.unlink()
         files = [file for file in self._here.glob("*.parquet") if file.is_file()]
-        others = [file for file in files if _counts_of(file).get("fingerprint") != self._fingerprint]
-        if others and not overwrite:
+        different = [file for file in files if _counts_of(file).get("fingerprint") != self._fingerprint]
+        if different and not overwrite:
             raise LigerDistError(
-                f"{others[0]} has scores of other data, another model (or other files of it) or other options "
+                f"{different[0]} has scores of other data, another model (or other files of it) or other options "
                 "(--top_k, --sequence_length, --dtype); choose another --output_dir, or remove them with --overwrite "
                 "true."
             )
-        for file in others:
+        for file in different:
             file.unlink()
         missing = [index for index in range(self.count) if not self._path(index).is_file()]
         done, parts = self._folder / "data", self._folder / "parts"

@@ -92,7 +92,7 @@ class Source:
         read = _some([str(file.relative_to(self.name)) for file in self.files])
         lines = [f"data: {self.name}: files that are read ({len(self.files)}): {read}"]
         for reason in dict.fromkeys(reason for _, reason in self.left_out):
-            names = [name for name, own in self.left_out if own == reason]
+            names = [name for name, cause in self.left_out if cause == reason]
             lines.append(f"data: {self.name}: not read, {reason} ({len(names)}): {_some(names)}")
         return "\n".join(lines)
 
@@ -167,7 +167,7 @@ def _find_snapshot(folder: Path) -> Source:
 
 
 def _files_of(folder: Path) -> tuple[tuple[Path, ...], tuple[tuple[str, str], ...]]:
-    """Returns the files and saved datasets of a folder that are read, and the others with their reasons."""
+    """Returns the files and saved datasets of a folder that are read, and those left out with their reasons."""
     found: dict[Path, str | None] = {}
     visited: set[Path] = set()
 

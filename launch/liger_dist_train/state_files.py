@@ -69,22 +69,22 @@ def load_state(state: dict[str, Any], folder: Path) -> None:
     wanted: dict[str, Any] = {}
     read: list[tuple[Tensor, Tensor]] = []
     for name, value in _named(state):
-        own, is_stored = _local(value), f"{name}.{PARTS[0]}" in stored
-        like = own if is_stored == _is_in_8_bits(own) else _of_other_kind(name, own)
-        parts = _parts(name, value if like is own else _placed_as(value, like))
+        local, is_stored = _local(value), f"{name}.{PARTS[0]}" in stored
+        like = local if is_stored == _is_in_8_bits(local) else _of_other_kind(name, local)
+        parts = _parts(name, value if like is local else _placed_as(value, like))
         wanted |= parts
         if _is_in_8_bits(like):
             # Copies where parameters are offloaded to the CPU.
             read += [(getattr(like, part), _local(parts[f"{name}.{part}"])) for part in PARTS]
-        if like is not own:
-            read.append((own, like))
+        if like is not local:
+            read.append((local, like))
     for name in wanted.keys() & stored.keys():
         # Torch leaves what no file has as it was.
         if sum(chunk.sizes.numel() for chunk in stored[name].chunks) != stored[name].size.numel():
             raise LigerDistError(f"the files in {folder} lack a part of {name}; move it away to continue from another.")
     state_dict_loader.load(wanted, storage_reader=reader, no_dist=not dist.is_initialized())
-    for own, found in read:
-        own.copy_(found)
+    for local, found in read:
+        local.copy_(found)
 
 
 def _named(state: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -110,18 +110,18 @@ def _is_in_8_bits(local: Tensor) -> bool:
     return hasattr(local, PARTS[0])
 
 
-def _of_other_kind(name: str, own: Tensor) -> Any:
-    if _is_in_8_bits(own):
-        return torch.zeros(own.shape, dtype=own.dtype, device=own.device)
-    if own.numel() % BLOCK_SIZE:
+def _of_other_kind(name: str, local: Tensor) -> Any:
+    if _is_in_8_bits(local):
+        return torch.zeros(local.shape, dtype=local.dtype, device=local.device)
+    if local.numel() % BLOCK_SIZE:
         raise LigerDistError(
-            f"the checkpoint has {name} in blocks of 8-bit states, which shards of {list(own.shape)} cut through; "
+            f"the checkpoint has {name} in blocks of 8-bit states, which shards of {list(local.shape)} cut through; "
             "resume with fewer ranks."
         )
     from torchao.optim.subclass_8bit import OptimState8bit
 
     is_signed = name.endswith(".exp_avg")
-    return OptimState8bit.zeros(own.shape, is_signed, BLOCK_SIZE, own.device, own.dtype)
+    return OptimState8bit.zeros(local.shape, is_signed, BLOCK_SIZE, local.device, local.dtype)
 
 
 def _local(value: Tensor) -> Tensor:

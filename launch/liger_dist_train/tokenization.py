@@ -54,7 +54,7 @@ class Tokenization:
     tokenizer: str
     """its folder"""
     chat_template: str | None
-    """instead of the tokenizer's own"""
+    """instead of the tokenizer's template"""
     format: Format
     vocab_size: int
 
@@ -154,17 +154,17 @@ class Encoder:
 
     def _renamed(self, values: dict[str, Any] | None) -> dict[str, Any] | None:
         """Gives prompt and completion their usual names."""
-        own = {"prompt": self._format.prompt_column, "completion": self._format.completion_column}
-        if values is None or not any(name != usual and name in values for usual, name in own.items()):
+        keys = {"prompt": self._format.prompt_column, "completion": self._format.completion_column}
+        if values is None or not any(name != usual and name in values for usual, name in keys.items()):
             return values
-        missing = next((usual for usual, name in own.items() if name not in values), None)
+        missing = next((usual for usual, name in keys.items() if name not in values), None)
         if missing is not None:
             raise BadRowError(
-                f"has no {own[missing]!r}, which --{missing}_column names (its columns: {', '.join(map(str, values))})"
+                f"has no {keys[missing]!r}, which --{missing}_column names (its columns: {', '.join(map(str, values))})"
             )
         # What was named is read, whatever else the row has.
         kept = {name: values[name] for name in ("system", "tools") if name in values}
-        return kept | {usual: values[name] for usual, name in own.items()}
+        return kept | {usual: values[name] for usual, name in keys.items()}
 
     def _text_of(self, row: dict[str, Any]) -> str | None:
         """Returns the plain text of a row; None for a row that holds something else."""
@@ -174,9 +174,9 @@ class Encoder:
             return found
         if not is_unicode(values[format.text_column]):
             return None
-        others = (("input_ids",), (format.messages_column,), ("conversations",), ("prompt", "completion"))
+        formats = (("input_ids",), (format.messages_column,), ("conversations",), ("prompt", "completion"))
         has_others = any(
-            all(values.get(name) is not None for name in names) for names in (*others, ("instruction", "output"))
+            all(values.get(name) is not None for name in names) for names in (*formats, ("instruction", "output"))
         )
         text: str = values[format.text_column]
         return None if has_others else text
@@ -266,7 +266,7 @@ class Encoder:
         return ids
 
     def _part(self, text: str, *, follows: bool, goes_on: bool) -> Ids:
-        """Encodes a part of a long text. One that follows others has the tokens that it has after a line break."""
+        """Encodes a part of a long text. One that follows another one has the tokens that it has after a line break."""
         if self._breaks_are_spaces and goes_on:
             # The one that the next part begins with.
             text = text.removesuffix("\n")
@@ -274,13 +274,13 @@ class Encoder:
             return self._encode([text])[0]
         self._fast.encode_special_tokens = self._format.split_special_tokens
         encoding = self._fast.encode(f"\n{text}", add_special_tokens=False)
-        own = [id for id, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True) if stop > 1 and start >= 1]
-        if len(own) + len(self._ids_of("\n")) != len(encoding.ids) or any(a < 1 < b for a, b in encoding.offsets):
+        ids = [id for id, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True) if stop > 1 and start >= 1]
+        if len(ids) + len(self._ids_of("\n")) != len(encoding.ids) or any(a < 1 < b for a, b in encoding.offsets):
             raise LigerDistError(
                 "a text has more characters than are tokenised at once, and the tokenizer joins a line break with the "
                 "word after it, so that its parts cannot be tokenised one by one; give shorter texts, as a row each."
             )
-        return np.array(own, dtype=np.int32)
+        return np.array(ids, dtype=np.int32)
 
     def _encode(self, texts: list[str]) -> list[Ids]:
         self._fast.encode_special_tokens = self._format.split_special_tokens

@@ -56,9 +56,9 @@ class Call:
     outputs: tuple[str, ...]
     """names that are asked for beside the loss, among :data:`CALL_OUTPUTS`"""
     loss_options: tuple[str, ...]
-    """names of the options that change the model's own loss"""
+    """names of the options that change the model's original loss"""
     asks_of_the_loss: tuple[str, ...]
-    """names that the model's own loss does not have: options of the loss, and outputs other than logits"""
+    """names that the model's original loss does not have: options of the loss, and outputs other than logits"""
     logits_dtype: LogitsDtype
     """instead of the config's; None for that"""
     model_name: str
@@ -87,7 +87,7 @@ class Call:
         labels = labels if shifted is None or recipe.targets == "same" else shifted
         assert labels is not None
         if labels.dim() == 1 and inputs is not None and inputs.dim() > 1 and len(inputs) == 1:
-            # Those of a single sequence may come as [S], which the model's own loss flattens to.
+            # Those of a single sequence may come as [S], which the model's loss flattens to.
             labels = labels[None]
         keeps_some = isinstance(keep, Tensor) or bool(keep)
         mask = self.named.get("attention_mask") if recipe.targets == "next_attended" else None
@@ -120,7 +120,7 @@ class Call:
         """Makes the record of this call's loss, without the bias that the model adds to its logits."""
         smoothing, takes_num_items = recipe.label_smoothing, recipe.takes_num_items
         if self.distillation is not None:
-            # Its cross entropy is that of the labels alone, and its divisor does not reach the model's own loss.
+            # Its cross entropy is that of the labels alone, and its divisor does not reach the model's original loss.
             smoothing, takes_num_items = 0.0, True
         keywords: dict[str, Any] = {
             "ignore_index": self.ignore_index,
@@ -161,7 +161,7 @@ class Call:
 
 
 class HostCall(Protocol):
-    """A call that a host has made with its own keywords, such as TRL's ``fused_lm_head=True``."""
+    """A call that a host has made with further keywords, such as TRL's ``fused_lm_head=True``."""
 
     only_fused: ClassVar[bool]
     """True if the call is passed on unchanged when its loss is not fused"""
@@ -178,7 +178,7 @@ class HostCall(Protocol):
 
 @dataclass(frozen=True)
 class Hosts:
-    """How hosts make calls with their own keywords."""
+    """How hosts make calls with further keywords."""
 
     keywords: frozenset[str] = frozenset()
     """of such calls; calls without labels may be some too"""
@@ -251,7 +251,7 @@ class Signature:
         )
 
     def _options(self, keywords: dict[str, Any]) -> tuple[str, ...]:
-        """Names of the keywords that change the model's own loss."""
+        """Names of the keywords that change the model's original loss."""
         of_outputs = ("outputs", *ARGUMENTS_OF_OUTPUTS, DIFFERENTIABLE)
         neutral = {"label_smoothing": self._original_smoothing, "z_loss": 0.0, "temperature": 1.0}
         return tuple(
@@ -366,7 +366,7 @@ def _typed_keywords(cls: type[nn.Module], parameter: Parameter) -> Iterable[str]
 
 
 def _attention_keywords() -> frozenset[str]:
-    """Names of the arguments of the registered attention functions, including the user's own."""
+    """Names of the arguments of the registered attention functions, including those of the user."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     # Data collators give seq_idx with packed rows; the annotations of transformers 5.0 do not have it.

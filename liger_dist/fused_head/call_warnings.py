@@ -31,8 +31,8 @@ class CallWarnings:
         self.wrapped_by_caller = wrapped_by_caller
         """True if other code than :func:`liger_dist.wrap` may wrap the model in DDP or FSDP1"""
         self.replaced_attention: str | None = None
-        """implementation of the model's own attention where another one is selected, whose hidden states of padding
-        differ; None where it was kept"""
+        """implementation of the model's original attention where another one is selected, whose hidden states of
+        padding differ; None where it was kept"""
         self._has_looked_at_padding = False
         self._warned: set[str] = set()
 
@@ -47,7 +47,7 @@ class CallWarnings:
 
         Args:
             reason: a clause.
-            runs_original: adds that the model's own loss is computed, for a reason that does not say so.
+            runs_original: adds that the model's original loss is computed, for a reason that does not say so.
         """
         addition = " The loss is the model's own." if runs_original else ""
         self._once(f"liger_dist leaves the loss of {model_name} unfused: {reason}.{addition}")

@@ -1,10 +1,10 @@
 """Runs a student's call inside the call of a teacher's lm_head.
 
 [Note: The student runs inside the teacher's lm_head]
-A divergence needs the weights of both lm_heads at once, and each is unsharded only inside its own module's call. So the
+A divergence needs the weights of both lm_heads at once, and each is unsharded only inside its module's call. So the
 teacher runs first, without gradients; its lm_head, instead of computing logits, runs the student's forward, whose
 lm_head computes the divergence and its gradients. There the frameworks of both models have unsharded their weights by
-their own hooks, and each reshards its weight after its module's call. The backward needs no tensor of the teacher.
+their hooks, and each reshards its weight after its module's call. The backward needs no tensor of the teacher.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def check_logits(logits: Any, model: nn.Module, recipe: LossRecipe | None, vocab
         vocab_size: number of rows of its lm_head.
 
     Raises:
-        LigerDistError: the logits are others.
+        LigerDistError: the logits are different ones.
     """
     name = type(model).__name__
     if not isinstance(logits, FusedLogits):

@@ -1,4 +1,5 @@
-"""The swapped forward of a model: it reads the arguments of a call, runs its own code and finishes its output."""
+"""The swapped forward of a model: it reads the arguments of a call, runs the original forward and completes its
+output."""
 
 from __future__ import annotations
 
@@ -43,8 +44,8 @@ class FusedModel(MadeAtRunTime, nn.Module):
 def swap_model(outer: nn.Module, model: nn.Module, loss: FusedLoss) -> None:
     """Swaps the class of ``model`` in place; FSDP2's class stays on top. A forward that other code has patched on the
     instance becomes the one that the swapped forward calls. Modules of ``outer`` around it that hold its forward as
-    theirs, such as PEFT's AdaptionPrompt, get the swapped one; after :func:`restore_model` that runs the model's own
-    code."""
+    theirs, such as PEFT's AdaptionPrompt, get the swapped one; after :func:`restore_model` that runs the model's
+    original code."""
     vars(model)[_LOSS] = loss
     if not isinstance(model, FusedModel):  # A model made by a wrapped model's class has the swapped class already.
         base = below_wrappers(type(model))

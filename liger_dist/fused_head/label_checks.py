@@ -27,7 +27,7 @@ def check_further(targets: Tensor, labels: Tensor, ignore_index: int, *, is_alig
     new ones for each of them.
 
     Args:
-        is_aligned: True if each target is scored by the logits at its own position.
+        is_aligned: True if each target is scored by the logits at its position.
 
     Raises:
         LigerDistError: they differ; on a GPU an assertion on the device fails.

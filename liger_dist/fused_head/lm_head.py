@@ -1,4 +1,4 @@
-"""lm_head of one model: the class that computes its own loss, and which of its modules a call uses."""
+"""lm_head of one model: the class that computes the loss, and which of its modules a call uses."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _INSTALLED = "_liger_dist_installed_forward"
 
 class ComputesLoss(MadeAtRunTime, nn.Module):
     """Mixed into the class of an lm_head: its forward returns the loss, carried by zero-width logits, when its model
-    was called with labels, and logits otherwise. The loss runs inside the module's own call, where the hooks of FSDP,
+    was called with labels, and logits otherwise. The loss runs inside the module's call, where the hooks of FSDP,
     ZeRO or TP have unsharded the weight and will reduce its gradient.
     """
 
@@ -77,14 +77,14 @@ class ComputesLoss(MadeAtRunTime, nn.Module):
             call.is_in_head = False
 
     def _logits(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Runs the forward without a loss: one that other code has set, or that of the module's own class."""
+        """Runs the forward without a loss: one that other code has set, or that of the module's class."""
         installed: Callable[..., Tensor] | None = vars(self).get(_INSTALLED)
         logits: Tensor = (super().forward if installed is None else installed)(*args, **kwargs)
         return logits
 
 
 class FusedLMHead(ComputesLoss, nn.Linear):  # type: ignore[misc]
-    """An ``nn.Linear`` that can compute its own loss. An existing lm_head becomes one by a swap of its class: same
+    """An ``nn.Linear`` that can compute the loss. An existing lm_head becomes one by a swap of its class: same
     parameters, same names, same state dict."""
 
 

@@ -1,4 +1,4 @@
-"""Zero-width logits that carry a fused loss through the model's own code.
+"""Zero-width logits that carry a fused loss through the model's code.
 
 The probe has seen what that code does to logits before its loss, and the fused loss includes it, so the code leaves
 this tensor unchanged. Whatever would read logits that were never computed is refused.

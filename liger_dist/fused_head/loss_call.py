@@ -127,7 +127,7 @@ class LossCall:
     on_logits: bool
     """True if the loss function computes the loss from full logits, and lm_head only these"""
     alters_loss: bool
-    """with ``on_logits``: True if the loss differs from the model's own"""
+    """with ``on_logits``: True if the loss differs from the model's original one"""
     is_further: bool = False
     """True for the loss of another call of lm_head than the first that a loss takes"""
     pending: PendingLoss | None = None
@@ -150,7 +150,7 @@ class LossCall:
     next_loss: LossCall | None = None
     """of the first loss: the loss of the next call of lm_head, which the forward has announced"""
     is_announced: bool = False
-    """True for a further loss that this library's own forward has announced"""
+    """True for a further loss that this library's forward has announced"""
     is_left_out: bool = False
     """True for a first loss whose coefficient is 0: it is not computed"""
     checkpoints: tuple[Any, ...] | None = None
@@ -372,7 +372,7 @@ class PendingLoss:
         """Returns the loss where the model computes it from ``logits`` and its targets.
 
         Args:
-            is_aligned: True if each target is scored by the logits at its own position.
+            is_aligned: True if each target is scored by the logits at its position.
 
         Raises:
             LigerDistError: the model computes a second one, or did something to the logits or the labels that it did
@@ -420,7 +420,7 @@ class PendingLoss:
         return replace(recipe, changes=with_operands(recipe.changes, lambda probed: buffer))
 
     def take(self, logits: FusedLogits) -> Tensor:
-        """Returns the loss where this library's own code has called lm_head.
+        """Returns the loss where this library's code has called lm_head.
 
         Raises:
             LigerDistError: a hook has changed the logits.

@@ -1,7 +1,7 @@
 """The loss of one wrapped model: decides for each call how it is computed, and checks what it is computed from.
 
 A call's loss is *fused* (lm_head computes it), computed from *full logits* (a loss function that is installed on the
-model scores them), or the *model's own*.
+model scores them), or the *model's original one*.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class FusedLoss:
 
     @untraced
     def host_call(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HostCall | None:
-        """Reads a call that a host made with its own keywords; None for any other."""
+        """Reads a call that a host made with further keywords; None for any other."""
         if kwargs.get("labels") is not None and self.hosts.keywords.isdisjoint(kwargs):
             return None
         if self.recipe is None:
@@ -229,7 +229,7 @@ class FusedLoss:
         """Within, a call with these documents runs.
 
         Args:
-            is_nested: True within a call of another model, whose documents are others.
+            is_nested: True within a call of another model, whose documents are different ones.
         """
         is_plain = packed is None and self.packing.recurrent is None and not is_nested
         return nullcontext() if is_plain else self.packing.running(packed)
@@ -238,8 +238,8 @@ class FusedLoss:
         return vars(self.structure.head).get(ROW_SHARDS)
 
     def _decide(self, model: nn.Module, call: Call) -> tuple[Call, HeadInUse, bool] | None:
-        """Decides how the loss of a call is computed: None for the model's own, or none; otherwise by lm_head, or
-        (True) from full logits."""
+        """Decides how the loss of a call is computed: None for the model's original one, or none; otherwise by lm_head,
+        or (True) from full logits."""
         if call.named.get("labels") is None:
             # Without labels the models of transformers compute no loss, whatever other arguments they get.
             return None
@@ -294,7 +294,7 @@ class FusedLoss:
 
     def requested(self, model: nn.Module, call: Call) -> tuple[str, ...]:
         """Returns what the call requests and the model's loss does not have, as names. In evaluation the mean of a
-        loss beside full logits may be the rank's own."""
+        loss beside full logits may be that of the rank alone."""
         is_global = self.config.token_mean == "global" and call.named.get("num_items_in_batch") is None
         counts = is_global and (torch.is_grad_enabled() or self._can_score(model))
         return call.asks_of_the_loss + (("token_mean='global'",) if counts else ())
@@ -504,7 +504,7 @@ class FusedLoss:
 
     @untraced
     def loss_function(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Replaces the owner's loss function: the finished loss, or the owner's own for full logits."""
+        """Replaces the owner's loss function: the finished loss, or the owner's original one for full logits."""
         original = self._original_loss_function_now
         assert original is not None
         logits = kwargs["logits"] if "logits" in kwargs else args[0]

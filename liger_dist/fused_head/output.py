@@ -1,4 +1,4 @@
-"""The output of a fused call: the model's own, without logits and with the outputs that were asked for."""
+"""The output of a fused call: the model's output, without logits and with the requested outputs."""
 
 from __future__ import annotations
 

@@ -67,8 +67,8 @@ def aligned_labels(loss: FusedLoss, model: nn.Module, batch: dict[str, Any]) -> 
 
 
 def shared_mean(loss: FusedLoss, model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
-    """Returns the ``num_items_in_batch`` that gives the model's own loss the mean of ``token_mean="global"``; empty
-    for a local mean. One all-reduce per group of the mean."""
+    """Returns the ``num_items_in_batch`` that gives the model's original loss the mean of ``token_mean="global"``;
+    empty for a local mean. One all-reduce per group of the mean."""
     if loss.config.token_mean == "local" or batch.get("num_items_in_batch") is not None:
         return {}
     in_use = loss.head.in_use(model)

@@ -1,4 +1,4 @@
-"""Probe of what a model's own code does between its lm_head and its loss.
+"""Probe of what a model's code does between its lm_head and its loss.
 
 The model's real ``forward`` runs with stand-ins for all modules but those on the path to its lm_head, on logits that
 are followed until a loss function or a cross entropy gets them. Candidates are read from the config; the probe decides.

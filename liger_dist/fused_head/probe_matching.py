@@ -29,7 +29,7 @@ class Arrival:
     logits: Tensor
     targets: Tensor
     is_aligned: bool
-    """True if each token is scored against the target at its own position"""
+    """True if each token is scored against the target at its position"""
     options: dict[str, Any]
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 Targets = Literal["next", "next_attended", "same"]
 """Alignment of labels to logits: the next token's label; the same, except where the next token's attention mask is 0;
-its own label (decoders whose input is shifted, masked language models)."""
+the label at its position (decoders whose input is shifted, masked language models)."""
 
 
 SELECTIONS = ("getitem", "narrow", "masked_select", "index_select")
@@ -62,7 +62,7 @@ def _plural(number: int, name: str, ending: str = "s") -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class LossRecipe:
-    """What the fused loss has to reproduce of a model's own loss."""
+    """What the fused loss has to reproduce of a model's original loss."""
 
     transform: LogitTransform
     owner: str | None
@@ -127,4 +127,4 @@ def _at_places(changes: tuple[tuple[Any, ...], ...]) -> list[tuple[Any, ...]]:
 
 
 class NotFusableError(Exception):
-    """The probe cannot explain the model's own code; the message says why. Never leaves this package."""
+    """The probe cannot explain the model's code; the message says why. Never leaves this package."""

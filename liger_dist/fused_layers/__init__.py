@@ -32,7 +32,7 @@ KINDS: tuple[Kind, ...] = (GATED_NORM, NORM, LOW_RANK_EXPERTS, LOW_RANK, EXPERTS
 
 @dataclass(frozen=True, kw_only=True)
 class LayerReport:
-    """Layers of a model that kernels compute, and the others with reasons."""
+    """Layers of a model that kernels compute, and those left alone, with reasons."""
 
     swapped: tuple[tuple[str, int], ...] = ()
     """class and match of the swapped modules, and their count"""
@@ -64,8 +64,8 @@ def swap_layers(
     Args:
         layers: decoder layers.
         compiled: layers whose modules keep their forwards, but for those that are operators to the compiler, because
-            a compiled layer runs its own code: every check of a swapped forward would be a guard, evaluated in each
-            call.
+            a compiled layer runs its original code: every check of a swapped forward would be a guard, evaluated in
+            each call.
         owner: id of the ``wrap`` call, for :func:`restore_layers`.
         mlp_tile_tokens: tokens of a tile of gated MLPs; None for all at once.
 
@@ -116,7 +116,7 @@ def swap_layers(
 
 
 class _Probed:
-    """Matches of the modules of one model that have been probed: most others are twins of one of them."""
+    """Matches of the modules of one model that have been probed: most further modules are twins of one of them."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend

@@ -58,7 +58,7 @@ from .swap import is_of_framework
 
 NAME = "liger_dist"
 MASKED = {implementation: f"{NAME}_{implementation}" for implementation in ("eager", "sdpa")}
-"""by a model's own implementation, the one with the same attention and masks of packed documents"""
+"""by a model's original implementation, the one with the same attention and masks of packed documents"""
 VARLEN_DTYPES = (torch.bfloat16, torch.float16)
 MAX_HEAD_SIZE = 256
 SINKS = "s_aux"
@@ -149,7 +149,7 @@ def attention(
         kwargs.get("output_attentions")
         or _gives_weights(module)
         or any(kwargs.get(name) is not None for name in EAGER_KEYWORDS)
-        # What replaces that of "sdpa" is not for a model with its own.
+        # What replaces that of "sdpa" is not for a model that was eager.
         or (is_replaced() and was_eager(getattr(module, "config", None)))
     ):
         mask = _dense(module, mask if documents is None else documents.dense(), query, key)
@@ -177,7 +177,8 @@ def _is_of_transformers(hook: Any) -> bool:
 
 
 def _has_only_sinks(query: Tensor, key: Tensor, value: Tensor, dropout: float, kwargs: dict[str, Any]) -> bool:
-    """True for attention of the tokens of a call to themselves that differs from others by sinks alone, on a GPU."""
+    """True for attention of the tokens of a call to themselves that differs from plain attention by sinks alone, on a
+    GPU."""
     unsupported = ("output_attentions", "position_bias", *(name for name in EAGER_KEYWORDS if name != SINKS))
     if kwargs.get(SINKS) is None or any(kwargs.get(name) not in (None, False) for name in unsupported):
         return False

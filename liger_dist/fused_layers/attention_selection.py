@@ -36,7 +36,7 @@ class AttentionSelection:
     original: str | None = None
     """implementation before the selection"""
     selected: str | None = None
-    """"liger_dist", or the model's own with masks of packed documents; None without a selection"""
+    """"liger_dist", or the model's original one with masks of packed documents; None without a selection"""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -82,7 +82,7 @@ class AttentionSelection:
 
 def select_attention(decoder: nn.Module, wanted: str | None, reason: str | None) -> AttentionSelection:
     """Selects the implementation ``wanted`` for a text decoder, in its config, as ``model.set_attn_implementation``
-    does; None for the decoder's own.
+    does; None for the decoder's original one.
 
     Args:
         reason: why it is not "liger_dist".

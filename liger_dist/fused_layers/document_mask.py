@@ -159,7 +159,7 @@ def document_mask(**arguments: Any) -> DocumentMask | Tensor | None:
 @untraced
 def mask_with_documents(implementation: str, **arguments: Any) -> Any:
     """Returns the mask that transformers builds for ``implementation``, and within the documents of the call that runs:
-    the mask function of a model that keeps its own attention."""
+    the mask function of a model that keeps its original attention."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     documents = _documents_in(_by_length(arguments))

@@ -38,7 +38,7 @@ from liger_dist.model.quantized import (
 from liger_dist.model.torch_modes import is_transformed
 from liger_dist.trials.attributes import Attributes, numbers_of
 from liger_dist.trials.isolated import LeftAloneError, probing
-from liger_dist.trials.kinds import PROBE_SCALES, agrees, exchanged, own_forward
+from liger_dist.trials.kinds import PROBE_SCALES, agrees, exchanged, run_class_forward
 from liger_dist_kernels import ACTIVATIONS, Backend, GateOptions
 from liger_dist_kernels.expert_activation import gate_in_torch, split_projection
 
@@ -50,7 +50,7 @@ NAME = "liger_dist"
 """of the implementation, in transformers' interface"""
 TOLERANCE = 1e-5
 REPLACED = (None, "eager", "batched_mm", "grouped_mm")
-"""transformers' implementations that compute with torch; others are kernels that a user has chosen"""
+"""transformers' implementations that compute with torch; all remaining ones are kernels that a user has chosen"""
 _ALIGNED_RANK = 8
 """elements that a LoRA rank is padded to: a grouped product wants rows of 16 bytes"""
 _TOKENS, _EXPERTS, _EXPERTS_OF_A_TOKEN, _HIDDEN, _FEATURES = 9, 3, 2, 4, 6
@@ -58,7 +58,7 @@ _TOKENS, _EXPERTS, _EXPERTS_OF_A_TOKEN, _HIDDEN, _FEATURES = 9, 3, 2, 4, 6
 
 
 class _Config:
-    """Config of a module of experts with another implementation; all else is as in its own."""
+    """Config of a module of experts with another implementation; all else is as in the module's config."""
 
     def __init__(self, original: Any, implementation: str = NAME) -> None:
         # Here, and not on import, which does not import transformers; pickles make one, too.
@@ -83,7 +83,7 @@ class ExpertsMatch(Match):
     names: tuple[str | None, ...]
     """of the parameters, in the order of :class:`.ExpertTensors` without LoRA; None for one that is not there"""
     implementation: str | None
-    """the model's own"""
+    """the model's config"""
     config: _Config
     """what the swapped module has as its config"""
     apply_gate: Any
@@ -147,8 +147,8 @@ def _without_four_bits(module: Any) -> Iterator[None]:
     if "parametrizations" not in module._modules:
         yield
         return
-    before, others = type(module), {name: part for name, part in module._modules.items() if name != "parametrizations"}
-    with swapped(vars(module), "_modules", others):
+    before, parts = type(module), {name: part for name, part in module._modules.items() if name != "parametrizations"}
+    with swapped(vars(module), "_modules", parts):
         module.__class__ = next(cls for cls in before.__mro__ if not cls.__module__.startswith("torch."))
         try:
             yield
@@ -198,7 +198,7 @@ def _candidates(module: Any, *, is_gated: bool) -> Iterator[GateOptions]:
 
 
 def _agrees(module: Any, match: ExpertsMatch) -> bool:
-    """True if the model's own experts have the same output and gradients as these, with small parameters."""
+    """True if the model's original experts have the same output and gradients as these, with small parameters."""
     x, (index_TK, weight_TK), small = _small_case(match)
 
     def original(x: Tensor, weight_TK: Tensor, *parameters: Tensor) -> Any:
@@ -436,7 +436,7 @@ def _match_low_rank(module: Any, backend: Backend) -> LowRankExpertsMatch:
 
 
 def _agrees_low_rank(module: Any, match: ExpertsMatch, name: str) -> bool:
-    """True if PEFT's forward around the model's own experts has the same output and gradients as these, with small
+    """True if PEFT's forward around the model's original experts has the same output and gradients as these, with small
     parameters."""
     inside, (x, router, small) = experts_inside(module), _small_case(match)
     target = small[module.parameter_name]
@@ -450,7 +450,7 @@ def _agrees_low_rank(module: Any, match: ExpertsMatch, name: str) -> bool:
         parts = small_layers(name, inside, a, b) | {"num_experts": _EXPERTS}
         of_inside = {"_parameters": parameters, "num_experts": _EXPERTS, "config": _Config(inside.config, "eager")}
         with exchanged(inside, of_inside):
-            return own_forward(module, (x, *router), parts, training=module.training)
+            return run_class_forward(module, (x, *router), parts, training=module.training)
 
     def compute(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
         low = LowRankMatrices(module.parameter_name, a, b, _EXPERTS, module.scaling[name])
@@ -485,7 +485,7 @@ def _compute_low_rank(
 
 
 def _left_to_peft(module: Any, inside: nn.Module) -> Any:
-    """Returns ``NotImplemented``, for PEFT's own forward to run.
+    """Returns ``NotImplemented``, for PEFT's forward to run.
 
     Raises:
         LigerDistError: it would compute something else, see :func:`_reads_one_without_lora`.
@@ -526,7 +526,7 @@ def _reads_one_without_lora(module: nn.Module, inside: nn.Module) -> bool:
 
 
 def needs_grouped_lora(model: nn.Module) -> bool:
-    """True if PEFT's own forward would compute something else than LoRA on all parameters of 4 bits."""
+    """True if PEFT's forward would compute something else than LoRA on all parameters of 4 bits."""
     return any(_reads_one_without_lora(module, experts_inside(module)) for _, module in _lora_on_four_bits(model))
 
 

@@ -26,7 +26,7 @@ from liger_dist.model.peft import hooks_rows
 from liger_dist.sharding.deepspeed import is_stored_by_zero3
 from liger_dist.trials.attributes import Attributes
 from liger_dist.trials.isolated import LeftAloneError, StandIn, probing, without_hooks
-from liger_dist.trials.kinds import PROBE_SCALES, agrees, own_forward
+from liger_dist.trials.kinds import PROBE_SCALES, agrees, run_class_forward
 from liger_dist_kernels import ACTIVATIONS, Activation, Backend, gated_activation_bwd, gated_activation_fwd
 
 from .mlp_tiles import compute_in_tiles, linear_without_output
@@ -293,7 +293,7 @@ def _original(module: nn.Module, match: GatedMatch, training: bool, gate: Tensor
             # Without their hooks, which must not see the probe.
             parts[name] = StandIn(state.part, without_hooks)
             stack.enter_context(state.attributes.noting(state.part))
-        return own_forward(module, (hidden_states,), parts, training=training)
+        return run_class_forward(module, (hidden_states,), parts, training=training)
 
 
 def _compute(module: nn.Module, match: GatedMatch, hidden_states: Any = None, *args: Any, **kwargs: Any) -> Any:

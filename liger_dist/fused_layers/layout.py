@@ -1,4 +1,4 @@
-"""Layouts of tensors in memory: a kernel's result has the one that the model's own operation gives it."""
+"""Layouts of tensors in memory: a kernel's result has the one that the model's original operation gives it."""
 
 from __future__ import annotations
 

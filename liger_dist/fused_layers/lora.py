@@ -33,7 +33,7 @@ from liger_dist.model.quantized import dequantized, is_four_bit_linear, quant_st
 from liger_dist.model.torch_modes import in_checkpoint
 from liger_dist.sharding.deepspeed import is_stored_by_zero3
 from liger_dist.trials.isolated import LeftAloneError, probing
-from liger_dist.trials.kinds import agrees, own_forward
+from liger_dist.trials.kinds import agrees, run_class_forward
 from liger_dist.trials.model_run import Groups
 from liger_dist_kernels import Backend
 
@@ -243,14 +243,14 @@ def _agrees(module: Any, name: str) -> bool:
     x, a, b, weight, bias = (torch.randn(shape, generator=generator) for shape in shapes)
     scaling = module.scaling[name]
 
-    def own(x: Tensor, a: Tensor, b: Tensor) -> Any:
-        return 2 * own_forward(module, (x,), small_layers(name, linear_of(weight, bias), a, b))
+    def original(x: Tensor, a: Tensor, b: Tensor) -> Any:
+        return 2 * run_class_forward(module, (x,), small_layers(name, linear_of(weight, bias), a, b))
 
     def compute(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
         (projected,) = _project([Projection(weight, None, bias, a, b, scaling)], x)
         return _added(F.linear(x, weight, bias), F.linear(x, a), b, scaling) + projected
 
-    return agrees((x, a, b), own, compute, tolerance=TOLERANCE)
+    return agrees((x, a, b), original, compute, tolerance=TOLERANCE)
 
 
 def small_layers(name: str, base: nn.Module, a: Tensor, b: Tensor) -> dict[str, Any]:
@@ -270,12 +270,12 @@ def _compute(module: Any, match: LowRankMatch, x: Any = None, *args: Any, **kwar
     ready, match.ready = match.ready, None
     if args or kwargs or not has_kernels(x) or x.dim() < 2 or _casts(x):
         return NotImplemented
-    own = _projection(module, x)
-    if own is not None:
-        is_own = ready is not None and ready[0] is x and own.is_same(ready[2]) and not has_hooks(module)
-        if ready is not None and is_own and ready[1] == _state_of_call(own, x):
+    first = _projection(module, x)
+    if first is not None:
+        is_ready = ready is not None and ready[0] is x and first.is_same(ready[2]) and not has_hooks(module)
+        if ready is not None and is_ready and ready[1] == _state_of_call(first, x):
             return ready[3]
-        return _together(module, match, own, x)
+        return _together(module, match, first, x)
     name = None if torch.is_autocast_enabled(x.device.type) else _adapter(module, x)
     if name is None:
         return NotImplemented
@@ -292,12 +292,12 @@ def _compute(module: Any, match: LowRankMatch, x: Any = None, *args: Any, **kwar
     return _added(y, low, b.weight, module.scaling[name])
 
 
-def _together(called: nn.Module, match: LowRankMatch, own: Projection, x: Tensor) -> Tensor:
+def _together(called: nn.Module, match: LowRankMatch, first: Projection, x: Tensor) -> Tensor:
     """Computes a layer, and those of its siblings that will be called with the same input."""
     computed: list[LowRankMatch] = []
-    projections = [own]
+    projections = [first]
     # Tensors of inference mode have no version, and nothing would tell that they have changed.
-    children = {} if match.parent is None or x.is_inference() or own.has_inference() else match.parent._modules
+    children = {} if match.parent is None or x.is_inference() or first.has_inference() else match.parent._modules
     for name in match.followers:
         before, called = called, children.get(name) or called
         follower = match_of(called)
@@ -309,8 +309,8 @@ def _together(called: nn.Module, match: LowRankMatch, own: Projection, x: Tensor
             break
         computed.append(follower)
         projections.append(projection)
-    output, *others = _project(projections, x)
-    for follower, projection, other in zip(computed, projections[1:], others, strict=True):
+    output, *rest = _project(projections, x)
+    for follower, projection, other in zip(computed, projections[1:], rest, strict=True):
         follower.ready = (x, _state_of_call(projection, x), projection, other)
     return output
 

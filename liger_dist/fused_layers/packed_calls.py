@@ -4,7 +4,7 @@
 row, whose results must not depend on each other, and must be those of each alone. No class and no model is named here.
 
 - Recurrent and convolution layers are computed on rows of single documents (:mod:`.recurrent`).
-- Attention reads a mask. Where the model's own code does not make one of packed documents, "liger_dist" attention does,
+- Attention reads a mask. Where the model's code does not make one of packed documents, "liger_dist" attention does,
   or :mod:`.attention` adds the documents to the masks that the model asks transformers for.
 - What stays dependent is refused when a packed call comes, before any layer runs.
 """
@@ -84,10 +84,11 @@ class PackedCalls:
         recurrent: layers other than attention that read earlier tokens; None if there are none.
         reason: why such layers would mix documents, as a clause; None if they would not.
         attention_reasons: by implementation of attention, why documents would mix; None where they would not.
-        wanted: the implementation to select; None for the model's own.
+        wanted: the implementation to select; None for the model's original one.
         varlen_reason: why it is not "liger_dist"; None if it is.
         is_right_by_itself: True if the decoder alone keeps documents apart by positions ``[B, S]``.
-        text_row: True if the model's own mask reads positions ``[4, B, S]``, of the text and then the three of images.
+        text_row: True if the model's original mask reads positions ``[4, B, S]``, of the text and then the three of
+            images.
     """
 
     _outer = Weakly()
@@ -204,7 +205,7 @@ class PackedCalls:
         return _implementation_of(self._decoder_config)
 
     def _reason_of_positions(self, documents: Documents, named: dict[str, Any]) -> str | None:
-        """Says why the positions of a call do not show the model's own attention its documents, as a clause."""
+        """Says why the positions of a call do not show the model's original attention its documents, as a clause."""
         positions = named.get(POSITIONS)
         if positions is None:
             is_image = any(isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 3 for x in named.values())
@@ -390,8 +391,8 @@ def _reason_with(
 
 
 def _masked(original: str) -> str | None:
-    """Returns the implementation that adds masks of documents to a model's own; None if there is none. With a config
-    that another wrapped model shares, the own one may be this library's already."""
+    """Returns the implementation that adds masks of documents to a model's original one; None if there is none. With a
+    config that another wrapped model shares, the model's may be this library's already."""
     if original in MASKED.values():
         return original
     return MASKED["eager"] if original == NAME else MASKED.get(original)

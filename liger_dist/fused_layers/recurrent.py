@@ -142,7 +142,8 @@ class RecurrentLayers(Match):
         return self._forwards[forward]
 
     def convolutions(self, model: nn.Module) -> tuple[dict[str, int], dict[str, str]]:
-        """Counts the mixing modules whose convolutions kernels compute; returns the others with a reason as well."""
+        """Counts the mixing modules whose convolutions kernels compute; returns the remaining ones with a reason as
+        well."""
         swapped: Counter[str] = Counter()
         left: dict[str, str] = {}
         for module in model.modules() if self._backend is not None else ():

@@ -98,7 +98,7 @@ def rotary(
     Args:
         tensors: one or two (queries and keys), each ``[B, T, H, D]``, floating.
         cos, sin: ``[B, T, R]``, or broadcastable to ``[B, T, H, R]``, a column for each rotated feature; of "shared"
-            tables only the first R / 2 are read, and others may be missing.
+            tables only the first R / 2 are read, and the rest may be missing.
         num_rotated: R, even and at most D.
         layout: where the pairs are.
         heads_dim: 1 if all of these have the dims of T and H exchanged; None: where tables of four dims have one head.
@@ -241,7 +241,8 @@ class RotaryMatch(Match):
 
 
 def _loaded(forward: Any, backend: Backend) -> RotaryMatch | None:
-    """Makes a match from a pickle; None, so that the module's own forward runs, where its functions are patched."""
+    """Makes a match from a pickle; None, so that the module's original forward runs, where its functions are
+    patched."""
     try:
         return RotaryMatch(forward, backend)
     except LeftAloneError:

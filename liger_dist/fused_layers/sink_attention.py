@@ -1,12 +1,12 @@
 """Attention with sinks by FlashAttention-2: a score for each head that takes part in the softmax and has no value
 (StreamingLLM, Xiao et al. 2023, arXiv:2309.17453; as in gpt-oss).
 
-[Note: sinks without their own kernel]
+[Note: sinks without a kernel]
 
 With the scores ``s`` of a query, ``lse = log(sum(exp(s)))`` and the sink ``c``, the weights are ``exp(s - lse')`` where
 ``lse' = log(exp(lse) + exp(c))``: those without sinks, times ``exp(lse - lse')``. The backward of FlashAttention
 computes the weights anew, as ``exp(s - lse)`` of the lse that it is given, and their gradient as ``weights * (d - sum(
-upstream * output))``. Given ``lse'`` and the output with sinks it is exact for them. The gradient of the sink's own
+upstream * output))``. Given ``lse'`` and the output with sinks it is exact for them. The gradient of the sink's
 score is ``-exp(c - lse') * sum(upstream * output)``.
 
 Legend: T tokens of all documents, H heads, D head size.

@@ -150,7 +150,7 @@ def check_swappable(module: nn.Module, *, has_forward: bool = True) -> None:
     """Checks that a swapped class of the instance takes effect.
 
     Args:
-        has_forward: False for a class that keeps the module's own forward.
+        has_forward: False for a class that keeps the module's original forward.
 
     Raises:
         LeftAloneError: a swapped forward of the instance would not be called.

@@ -1,4 +1,4 @@
-"""Recognises calls that TRL's and transformers' trainers make of a wrapped model in their own keywords;
+"""Recognises calls that TRL's and transformers' trainers make of a wrapped model with further keywords;
 :func:`liger_dist.wrap` passes these readers to the swapped forward. Entry points of hosts are in ``integrations``."""
 
 from __future__ import annotations

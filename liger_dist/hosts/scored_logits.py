@@ -79,8 +79,9 @@ class ScoredLogits:
 
     @staticmethod
     def of(ids: Tensor, outputs: dict[str, Tensor], vocab_size: int) -> ScoredLogits:
-        """Wraps ``ids`` ``[...]`` and the ``outputs`` of a wrapped model for them: :data:`SCORES` and others. With
-        ``token_ids`` ``[..., K]``, ``log_prob_at`` has the same shape; ``top_k_ids`` ``[..., k]`` answer ``topk``."""
+        """Wraps ``ids`` ``[...]`` and the ``outputs`` of a wrapped model for them: :data:`SCORES` and further ones.
+        With ``token_ids`` ``[..., K]``, ``log_prob_at`` has the same shape; ``top_k_ids`` ``[..., k]`` answer
+        ``topk``."""
         values = dict(outputs)
         if "token_ids" not in values:
             values["log_prob_at"] = values["log_prob_at"][..., 0]

@@ -79,7 +79,7 @@ class FusedActor(Actor):  # type: ignore[misc]
         return_entropy: bool = False,
         **mm_inputs: Any,
     ) -> Any:
-        """Computes log-probabilities ``[B, S - 1]`` of the next tokens, or ``[B, A]`` of the actions, as OpenRLHF's own
+        """Computes log-probabilities ``[B, S - 1]`` of the next tokens, or ``[B, A]`` of the actions, as OpenRLHF's
         forward. A call that asks for neither gets its logits.
 
         Raises:

@@ -40,7 +40,7 @@ def patch(config: WrapConfig | None = None) -> None:
 
 
 def main() -> None:
-    """Runs the module that the first argument names, with the others.
+    """Runs the module that the first argument names, with the remaining arguments.
 
     Raises:
         LigerDistError: there is no first argument.

@@ -96,7 +96,7 @@ class FusedModelWrapper(HFModelWrapper):  # type: ignore[misc]
         loss_mask: Tensor | None = None,
         enable_sample_support_replay: bool = False,
     ) -> Any:
-        """Computes log-probabilities ``[B, A]`` of the last actions, as SkyRL's own forward; entropies ``[B, S]`` are
+        """Computes log-probabilities ``[B, A]`` of the last actions, as SkyRL's forward; entropies ``[B, S]`` are
         in the output.
 
         Args:

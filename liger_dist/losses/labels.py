@@ -36,7 +36,7 @@ class LabelSummary:
 
     @staticmethod
     def start(labels: Tensor, ignore_index: int, backend: Backend = "auto") -> LabelSummary | None:
-        """Starts the copy for labels on a GPU; returns None for others, and in a CUDA graph."""
+        """Starts the copy for labels on a GPU; returns None for labels on the CPU, and in a CUDA graph."""
         if not labels.is_cuda or is_captured():
             return None
         if labels.numel() == 0 or labels.is_floating_point():
@@ -173,7 +173,7 @@ def select_targets(
 
     The host does not read labels on a GPU without a ``summary``: a device-side assertion checks their range. None of
     them is dropped without ``max_valid_tokens``. With it, that many are kept for any labels, so that a CUDA graph can
-    be replayed with others; another assertion checks their number.
+    be replayed with different ones; another assertion checks their number.
     """
     labels_T = labels.reshape(-1).long()
     if labels_T.device.type == "cpu" and not torch.compiler.is_compiling():

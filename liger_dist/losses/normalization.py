@@ -133,7 +133,7 @@ def denominator(
 
     A mean divides by ``num_items_in_batch`` if it is not None, otherwise by the weights of the valid tokens (1 each
     without ``weights_T``, as :func:`torch.nn.functional.cross_entropy`). A mean over no token divides by 1: its loss is
-    0, not NaN, so that a rank without labels does not spoil the gradients of the others.
+    0, not NaN, so that a rank without labels does not spoil the gradients of the other ranks.
 
     With ``groups``, the tokens of all their ranks are counted (one all-reduce of one value per group), and the count
     is divided by ``divide_factor``, as the framework divides summed gradients afterwards. The host reads nothing.

@@ -34,7 +34,7 @@ class TopK(NamedTuple):
 class LossOutput:
     """Loss and requested outputs (None otherwise).
 
-    ``log_prob``, ``log_prob_at``, ``entropy`` and ``sum_sq_prob`` carry gradients; the others carry
+    ``log_prob``, ``log_prob_at``, ``entropy`` and ``sum_sq_prob`` carry gradients; the rest carry
     none. Tokens without a target have 0 (False) everywhere.
     """
 

@@ -20,7 +20,7 @@ from liger_dist.errors import LigerDistError
 from .collectives import require
 
 OF_SUPPORT = ("log_prob", "log_prob_at", "entropy", "sum_sq_prob")
-"""outputs of the distribution over the support; all others, and the loss, are of the whole vocabulary"""
+"""outputs of the distribution over the support; all other outputs, and the loss, are of the full vocabulary"""
 
 
 def check_support(support_ids: Tensor, labels: Tensor, ignore_index: int) -> None:

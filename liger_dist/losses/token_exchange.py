@@ -181,7 +181,7 @@ class ExchangedTokens:
     def gradients(self, chunk: int) -> Any:
         return self._of_chunk(self._gradients, chunk)
 
-    def own_rows(self, chunk: int) -> slice:
+    def local_rows(self, chunk: int) -> slice:
         if not self.num_chunks:
             return slice(None)
         start, end = self._plan.share(self._rank, chunk)

@@ -160,7 +160,7 @@ def only_plain_adapter(layer: Any) -> str | None:
 
 
 def _returns_its_input(dropout: Any) -> bool:
-    """True for PEFT's own module in a place of dropout, while it drops nothing and has no hooks."""
+    """True for PEFT's module in a place of dropout, while it drops nothing and has no hooks."""
     is_idle = type(dropout) is nn.Identity or (type(dropout) is nn.Dropout and not (dropout.training and dropout.p > 0))
     hooks = (
         dropout._forward_hooks or dropout._forward_pre_hooks or dropout._backward_hooks or dropout._backward_pre_hooks

@@ -126,7 +126,8 @@ def four_bit_stacks(model: nn.Module) -> Iterator[tuple[str, nn.Module, FourBitS
 
 
 def unsharded_kind(module: nn.Module, weight: nn.Parameter | None) -> str | None:
-    """Names the kind of a quantised module's weight that FSDP cannot shard; None for a 4-bit one and for all others.
+    """Names the kind of a quantised module's weight that FSDP cannot shard; None for a 4-bit one and for any other
+    module.
 
     Args:
         weight: a parameter of ``module``; None to look for weights in buffers.

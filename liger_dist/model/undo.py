@@ -11,8 +11,8 @@ from torch import nn
 class Undo:
     """Functions that undo changes of a model, in the order of the changes.
 
-    They are kept on the model and get it when they run: a copy of the model undoes its own changes. So arguments are
-    what a copy or a pickle of the model may hold, and functions are those of a module.
+    They are kept on the model and get it when they run: a copy of the model undoes the changes of the copy. So
+    arguments are what a copy or a pickle of the model may hold, and functions are those of a module.
     """
 
     def __init__(self) -> None:

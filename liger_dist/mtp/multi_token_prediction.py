@@ -63,7 +63,8 @@ class MultiTokenPrediction(PredictionModules):
         model: a causal language model of transformers, or a ``PeftModel`` of one; changed in place.
         depth: number of further tokens.
         weight: factor of the mean over depths, as DeepSeek-V3's lambda; or a factor for each depth.
-        main_weight: factor of the model's own loss; 0 trains the modules alone, and costs no loss of the next token.
+        main_weight: factor of the model's original loss; 0 trains the modules alone, and costs no loss of the next
+            token.
         train_model: False freezes every parameter of ``model``, for draft heads.
 
     Raises:
@@ -129,7 +130,7 @@ class MultiTokenPrediction(PredictionModules):
 
     @property
     def main_weight(self) -> float:
-        """factor of the model's own loss; may be set between steps"""
+        """factor of the model's original loss; may be set between steps"""
         return self._main_weight
 
     @main_weight.setter
@@ -229,7 +230,7 @@ class PredictsFurther(MadeAtRunTime, nn.Module):
     """Mixed into the class of a model that predicts further tokens."""
 
     def save_pretrained(self, save_directory: Any, *args: Any, state_dict: Any = None, **kwargs: Any) -> Any:
-        """Saves the model with the names of its family's checkpoints; arguments are those of the model's own."""
+        """Saves the model with the names of its family's checkpoints; arguments are those of the model's method."""
         # Not by a state dict: under FSDP it is a collective, and one rank may save what was gathered before.
         stored = (*self.named_parameters(), *self.named_buffers())
         present = [name for name, _ in stored] if state_dict is None else list(state_dict)

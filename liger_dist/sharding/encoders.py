@@ -1,4 +1,4 @@
-"""Encoders (vision, audio) under FSDP when some ranks have images in their batch and others have none.
+"""Encoders (vision, audio) under FSDP when only some ranks have images in their batch.
 
 FSDP all-gathers a unit's parameters when its forward runs and reduce-scatters their gradients after its backward. A
 rank without images never runs the vision encoder, so its collectives would be missing there. The ranks exchange on the
@@ -112,7 +112,7 @@ def _encoder_inputs(model: nn.Module) -> dict[str, int]:
 
 @dataclass(kw_only=True)
 class _MixedCall:
-    """One forward of the model in which some ranks have encoder inputs and others have none."""
+    """One forward of the model in which only some ranks have encoder inputs."""
 
     leader: int
     """global rank that announces its units"""

@@ -59,7 +59,7 @@ class FullySharded:
     frozen: Frozen = "shard"
     """"shard": frozen parameters are sharded and all-gathered as trained ones. "replicate": every rank keeps the full
     frozen parameters, in ``param_dtype``, and only trained ones and PEFT's are sharded. A layer, the embedding, or norm
-    and lm_head have a group of their own if more than a third of their parameters train; all other trained parameters,
+    and lm_head have a separate group if more than a third of their parameters train; all other trained parameters,
     such as LoRA's, are in the root's group, with one all-gather and one reduce-scatter in a step."""
 
     def __post_init__(self) -> None:
@@ -134,8 +134,8 @@ class FullySharded:
         loaded = {module._parameters[name] for _, module, name in loaded_shards(outer)}
         held = [parameter if parameter in loaded else local_shard(parameter.data) for parameter in frozen]
         share = sum(local.numel() * local.element_size() for local in held) / shards / 2**30 + scales
-        own = [not p.is_floating_point() or is_four_bit(p) for p in frozen]
-        compute = [p.dtype if keeps else self.param_dtype or p.dtype for p, keeps in zip(held, own, strict=True)]
+        unchanged = [not p.is_floating_point() or is_four_bit(p) for p in frozen]
+        compute = [p.dtype if keeps else self.param_dtype or p.dtype for p, keeps in zip(held, unchanged, strict=True)]
         full = sum(local.numel() * dtype.itemsize for local, dtype in zip(held, compute, strict=True)) / 2**30 + scales
         passes = "forward and backward" if self.reshard_after_forward else "forward"
         if self.frozen == "replicate":
@@ -256,8 +256,9 @@ def shares_parameters(model: nn.Module, parts: list[nn.Module]) -> bool:
     """True if a module outside of ``parts`` holds one of their parameters, such as an embedding tied to the original
     lm_head that PEFT keeps."""
     inside = {module for part in parts for module in part.modules()}
-    own = {parameter for part in parts for parameter in part.parameters()}
-    return any(p in own for module in model.modules() if module not in inside for p in module.parameters(recurse=False))
+    held = {parameter for part in parts for parameter in part.parameters()}
+    outside = (module for module in model.modules() if module not in inside)
+    return any(p in held for module in outside for p in module.parameters(recurse=False))
 
 
 def refuse_shared_by_layers(outer: nn.Module, layers: Sequence[nn.Module], strategy: str) -> None:

@@ -12,7 +12,7 @@ from liger_dist.errors import LigerDistError
 
 Mesh = DeviceMesh | tuple[int, ...]
 TENSOR_PARALLEL = "tp"
-"""name of a tensor-parallel axis; all others are data-parallel"""
+"""name of a tensor-parallel axis; all further axes are data-parallel"""
 SEQUENCE = "sp"
 """name of an axis over which sequences are sharded; parameters are sharded over it too"""
 

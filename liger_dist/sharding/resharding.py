@@ -163,7 +163,7 @@ class _Root(BeforeStep):
 
     @untraced
     def after_failed_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Ends a forward that has raised outside of the model's own, in a hook or in a wrapper."""
+        """Ends a forward that has raised outside of the model's forward, in a hook or in a wrapper."""
         if self._is_entered:
             self.abandon_forward()
 
@@ -172,7 +172,7 @@ class _Root(BeforeStep):
 
         Raises:
             LigerDistError: it has added to, or reduced, gradients of earlier no-sync micro-batches, or it is not known
-                which of the gradients are its own. All unreduced gradients are dropped.
+                which of the gradients it added. All unreduced gradients are dropped.
         """
         if self._fsdp is fsdp1_forward or not fsdp2_forward.end_failed_backward(self.module):
             return
@@ -367,7 +367,7 @@ def _may_have_graph(output: Any) -> bool:
 
 class _InstallLater:
     """Forward pre-hook of a model that other code may shard by FSDP2: calls :func:`install` in the first forward after
-    that, behind FSDP2's own hooks. Its copies, with a copy of the model, do nothing."""
+    that, after FSDP2's hooks. Its copies, with a copy of the model, do nothing."""
 
     def __init__(self, *modules: nn.Module) -> None:
         self._modules = modules

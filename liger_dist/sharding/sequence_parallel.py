@@ -88,7 +88,7 @@ def sequence_axis_of(module: nn.Module) -> SequenceAxis | None:
 
 
 class _AllToAll(torch.autograd.Function):
-    """All-to-all of ``n`` equal blocks along the first dim. It is its own transpose."""
+    """All-to-all of ``n`` equal blocks along the first dim. It equals its transpose."""
 
     @staticmethod
     def forward(ctx: Any, blocks: Tensor, group: dist.ProcessGroup) -> Tensor:

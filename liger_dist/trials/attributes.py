@@ -34,7 +34,7 @@ class Attributes:
     attributes of the instance, and what the probed code has read from its configs.
 
     Numbers and strings are compared by value, tensors by identity and version, functions by identity, lists, dicts and
-    objects by what they hold. One that is new counts if the class's code has its name: engines add some of their own.
+    objects by what they hold. One that is new counts if the class's code has its name: engines add some.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -69,7 +69,7 @@ class Attributes:
             yield
 
     def are_those_of(self, module: nn.Module) -> bool:
-        """True if all of them are unchanged, and the module has no others that its forward may read."""
+        """True if all of them are unchanged, and the module has no further ones that its forward may read."""
         now = vars(module)
         for name, value in self.simple:
             found = now.get(name, _MISSING)

@@ -1,4 +1,4 @@
-"""Isolation of trials: a model's own code runs on made-up values, and nothing of it, of torch's defaults or of another
+"""Isolation of trials: a model's code runs on made-up values, and nothing of it, of torch's defaults or of another
 thread is changed afterwards."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A module's own forward beside the kernel that will replace it, on small made-up values. Tolerances are those of the
-kinds, in ``fused_layers``."""
+"""A module's original forward beside the kernel that will replace it, on small made-up values. Tolerances are those of
+the kinds, in ``fused_layers``."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def exchanged(module: nn.Module, parts: Mapping[str, Any]) -> Iterator[None]:
         yield
 
 
-def own_forward(
+def run_class_forward(
     module: nn.Module, inputs: Sequence[Tensor], parts: Mapping[str, Any], *, training: bool = False
 ) -> Any:
     """Runs the forward of the module's class in the given mode; ``parts`` as for :func:`exchanged`."""
@@ -83,7 +83,8 @@ def none_on_error(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Trial(Generic[Options]):
-    """A module's own forward on made-up inputs and parameters, and the function of options that may compute the same.
+    """A module's original forward on made-up inputs and parameters, and the function of options that may compute the
+    same.
 
     Args:
         inputs: of the forward, fp32.
@@ -103,13 +104,13 @@ class Trial(Generic[Options]):
     ) -> None:
         self.module, self.inputs, self.parameters, self.compute = module, tuple(inputs), dict(parameters), compute
         self.attributes = Attributes(module)
-        """with what the own forward has read from configs"""
+        """with what the original forward has read from configs"""
         self._tolerance = tolerance
 
     def original(self, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor], *, training: bool = False) -> Any:
         """Runs the forward of the module's class."""
         with self.attributes.noting(self.module):
-            return own_forward(self.module, inputs, parameters, training=training)
+            return run_class_forward(self.module, inputs, parameters, training=training)
 
     def agrees(self, options: Options, *, training: bool = False) -> bool:
         """True if outputs and gradients are those of the function."""

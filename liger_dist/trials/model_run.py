@@ -124,7 +124,7 @@ def token_dependency(
     attention: str = EAGER,
     text_row: bool = False,
 ) -> Found:
-    """Finds out whether a document of a packed row depends on the others.
+    """Finds out whether a document of a packed row depends on the other documents.
 
     Args:
         layers: the decoder layers of ``model``.
@@ -273,7 +273,7 @@ def passes_masks_on(model: nn.Module, layers: Sequence[nn.Module], implementatio
             try:
                 _called(model, token_ids(model).to(device), TokenByToken(PAIR), on_device)
             except CannotRunError:
-                # Whatever a model's code raises for a mask that is no tensor: it keeps its own attention, and
+                # Whatever a model's code raises for a mask that is no tensor: it keeps its original attention, and
                 # ``explain`` shows that reason.
                 return False
     return True

@@ -189,7 +189,7 @@ def trained_of_unsharded(root: nn.Module) -> dict[int, bool]:
 
 
 def keep_changed_flags(root: nn.Module, trained: dict[int, bool]) -> None:
-    """Sets the flags of shards whose full parameter's flag has changed, and not their own.
+    """Sets the flags of shards whose full parameter's flag has changed, and not the shard's.
 
     Args:
         trained: :func:`trained_of_unsharded` after the forward that left them unsharded.

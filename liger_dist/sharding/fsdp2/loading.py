@@ -60,7 +60,8 @@ def sharded_loading() -> Iterator[None]:
 
 def _keep_shard(mesh: DeviceMesh, module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
     """Returns the shard of a parameter that a module registers; None to keep the parameter."""
-    # The mark says that transformers has read it: others, such as PEFT's, get their values later, on all ranks alike.
+    # The mark says that transformers has read it: further ones, such as PEFT's, get their values later, on all ranks
+    # alike.
     is_read = getattr(parameter, READ, False)
     if parameter is None or not is_read or parameter.is_meta or isinstance(parameter, DTensor) or parameter.dim() == 0:
         return None

@@ -283,8 +283,8 @@ class FSDP2(FullySharded):
             "ignored_params": {*row_shards, *full} or None,
         }
         trained = {name: parameter.requires_grad for name, parameter in root.named_parameters()}
-        others = (*chain(*structure.other_stacks), *structure.prediction_layers)
-        alone = [(layer,) for layer in dict.fromkeys(others) if self.has_own_group(layer)]
+        layers = (*chain(*structure.other_stacks), *structure.prediction_layers)
+        alone = [(layer,) for layer in dict.fromkeys(layers) if self.has_own_group(layer)]
         embedding = [(one,) for one in filter(None, [input_embedding(model)]) if self.has_own_group(one)]
         for unit in (*alone, *units, *embedding):
             loaded.gather(*unit)
@@ -438,8 +438,8 @@ def stored_weight(adapter: ShardingAdapter, head: nn.Module, model: nn.Module) -
     [Note: One parameter in two FSDP2 groups] transformers shards before it ties, so embedding and lm_head end in
     different groups, and tying gives both modules one sharded parameter. Each group then all-gathers it for its module
     and adds its gradient to the same ``.grad``, which is exact. But a group all-gathers from the local tensor of its
-    first forward, and a shard with fewer rows than the others is replaced there by a padded copy, once in each group:
-    the parameter is a view of the last copy, and the first is never updated.
+    first forward, and a shard with fewer rows than those of other ranks is replaced there by a padded copy, once in
+    each group: the parameter is a view of the last copy, and the first is never updated.
     """
     found = _find_param(head, model)
     if found is None:
