@@ -15,15 +15,13 @@ from test_house import ROOT
 from benchmarks import age
 from benchmarks.harness import RESULTS
 from benchmarks.overview import comparisons, problems_of
-from benchmarks.readme import CLAIMS, SENTENCES
 
 FILES = sorted(RESULTS.glob("*.json"))
 
 
 def shown_tables() -> list[tuple[str, str]]:
-    """Results file and table of each row of the README and of the overview."""
-    shown = [(each.results, each.table) for each in (*comparisons(RESULTS)[0], *CLAIMS)]
-    return list(dict.fromkeys([*shown, *((results, table) for _, results, table, *_ in SENTENCES)]))
+    """Results file and table of each row of the overview, some of which the README has."""
+    return list(dict.fromkeys((each.results, each.table) for each in comparisons(RESULTS)[0]))
 
 
 def missing(names: set[str]) -> list[str]:
