@@ -350,8 +350,8 @@ def test_settings_are_read(page: str, number: int, text: str) -> None:
 
 
 def test_what_is_shown_of_a_dry_run(tmp_path: Path) -> None:
-    (command,) = [text for page, _, text in blocks("bash") if page == "docs/strategies.md"]
-    (shown,) = [text for page, _, text in blocks("text") if page == "docs/strategies.md"]
+    (command,) = [text for page, _, text in blocks("bash") if page == "docs/memory.md"]
+    (shown,) = [text for page, _, text in blocks("text") if page == "docs/memory.md"]
     (tmp_path / "launch").symlink_to(ROOT / "launch")
     assert run_command(shlex.split(command), tmp_path) == shown
 
