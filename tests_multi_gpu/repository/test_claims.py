@@ -362,3 +362,13 @@ def test_contributing_places_every_module() -> None:
     modules = {file.stem for file in (ROOT / "liger_dist").iterdir() if file.suffix == ".py" or file.is_dir()}
     modules -= {"__init__", "__main__", "__pycache__", "_version"}
     assert placed - {"liger_dist", "liger_dist_kernels"} == modules
+
+
+MOST_WORDS = 460
+"""of a page of a host, without tables that a command writes"""
+
+
+def test_pages_of_hosts_are_short() -> None:
+    for file in sorted((DOCS / "hosts").glob("*.md")):
+        text = re.sub(r"<!-- \w+: written by.*?<!-- end of \w+ -->", "", file.read_text(), flags=re.DOTALL)
+        assert len(text.split()) <= MOST_WORDS, f"{file.name} has {len(text.split())} words"
