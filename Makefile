@@ -7,8 +7,8 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --con
 TRITON := 3.6.0
 
 .PHONY: venv demo demo-distillation smoke affected test test-all record golden test-gpu test-oldest test-newest test-verl \
-	test-skyrl test-axolotl test-hosts check docs matrix families peft benchmarks benchmarks-page benchmarks-age format \
-	wheel test-wheel release-check publish clean
+	test-skyrl test-axolotl test-hosts check docs matrix families peft benchmarks benchmarks-page benchmarks-age \
+	contact-sheet format wheel test-wheel release-check publish clean
 
 venv: $(VENV)/.installed
 
@@ -226,13 +226,16 @@ benchmarks:
 	$(PYTHON) -m benchmarks.sequences
 	$(PYTHON) -m benchmarks.report
 
-# From benchmarks/results, without a GPU: docs/benchmarks.md, its plots and the README's table; then which tables are older
-# than the code that they measure.
+# From benchmarks/results, without a GPU: docs/benchmarks.md, docs/benchmarks/, their pictures and the README's table;
+# which tables are older than the code that they measure; and all pictures on one sheet, to look at.
 benchmarks-page: venv
 	$(BIN)/python -m benchmarks.report
 
 benchmarks-age: venv
 	$(BIN)/python -m benchmarks.age
+
+contact-sheet: venv
+	$(BIN)/python -m benchmarks.plots
 
 format: venv
 	$(BIN)/ruff check --fix .

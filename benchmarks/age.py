@@ -112,6 +112,7 @@ CODE: dict[str, dict[str, tuple[str, ...]]] = {
     "adapters": {"": (*MODEL, "lora"), "4 bits": ("4 bits",), "FSDP2": ("fsdp2", "4 bits")},
     "distillation": {"": ("loss", "divergence", "turns")},
     "distillation_step": {"": (*MODEL, "divergence", "fsdp2")},
+    "draft_heads": {"": ("loss", "divergence", "turns")},
     "experts": {"": (*MODEL, "experts", "turns"), "LoRA": ("lora",)},
     "host_time": {"": (*MODEL, "training ways"), "FSDP2": ("fsdp2",), "FSDP1": ("fsdp1",), "ZeRO": ("deepspeed",)},
     "hybrids": {"": (*MODEL, "packing", "hybrids", "turns")},

@@ -3,9 +3,8 @@ experts.
 
     python -m benchmarks.experts
 
-Random weights in bf16, 8192 tokens, forward and backward without an optimizer. ``before``: this library with
-transformers' experts, which it had until it got its own. ``kept MiB``: what the experts' forward keeps for the
-backward. Candidates of a problem share their weights and one GPU, and take turns.
+Random weights in bf16, 8192 tokens, forward and backward without an optimizer. ``kept MiB``: what the
+experts' forward keeps for the backward. Candidates of a problem share their weights and one GPU, and take turns.
 """
 
 from __future__ import annotations
@@ -21,9 +20,6 @@ import torch
 from torch import Tensor
 
 import liger_dist
-from liger_dist.fused_layers.experts import EXPERTS, LOW_RANK_EXPERTS
-from liger_dist.fused_layers.swap import Swapped, restore_forward
-from liger_dist.record import inner_model, record_of
 
 from .harness import Candidate, arguments, measure, save, show
 
@@ -71,17 +67,11 @@ def with_same_weights(model: Any) -> Any:
     return copy.deepcopy(model, memo)
 
 
-def ours(model: Any, *, compiled: bool, experts: bool = True) -> Any:
+def ours(model: Any, *, compiled: bool) -> Any:
     model = with_same_weights(model)
     if compiled:
         liger_dist.compile_layers(model)
-    liger_dist.wrap(model, "none")
-    if not experts:
-        owner = record_of(inner_model(model)).owner
-        for module in model.modules():
-            if isinstance(module, Swapped) and module._liger_dist_kind in (EXPERTS, LOW_RANK_EXPERTS):
-                restore_forward(module, owner=owner)  # type: ignore[arg-type]
-    return model
+    return liger_dist.wrap(model, "none")
 
 
 def hugging_face(model: Any) -> Any:
@@ -103,9 +93,7 @@ def steps(shape: str, rounds: int, attention: str = "sdpa") -> list[Any]:
     ids = torch.randint(model.config.vocab_size, EAGER_TOKENS if attention == "eager" else TOKENS, device="cuda")
     models = {
         "Hugging Face, layers compiled": hugging_face(model),
-        "before, layers compiled": ours(model, compiled=True, experts=False),
         "liger_dist, layers compiled": ours(model, compiled=True),
-        "before": ours(model, compiled=False, experts=False),
         "liger_dist": ours(model, compiled=False),
     }
     for name, one in models.items():
@@ -117,7 +105,6 @@ def steps(shape: str, rounds: int, attention: str = "sdpa") -> list[Any]:
     for row in rows:
         row.figures["GiB"] = row.extra_mib / 1024
         row.figures["of Hugging Face"] = row.median_ms / by_name["Hugging Face, layers compiled"]
-        row.figures["of before"] = row.median_ms / by_name["before, layers compiled"]
     return rows
 
 
@@ -137,7 +124,6 @@ def lora(rounds: int) -> list[Any]:
     models = {
         "liger_dist": ours(plain, compiled=False),
         "liger_dist, LoRA on experts": ours(experts, compiled=False),
-        "before, LoRA on experts": ours(experts, compiled=False, experts=False),
         "liger_dist, layers compiled": ours(plain, compiled=True),
         "liger_dist, LoRA on experts, layers compiled": ours(experts, compiled=True),
     }
@@ -217,7 +203,7 @@ def main() -> None:
     for name, problem in PROBLEMS.items():
         if given.only in name:
             rows = problem(given.rounds)
-            show(rows, ("kept MiB", "GiB", "of Hugging Face", "of before", "of without"))
+            show(rows, ("kept MiB", "GiB", "of Hugging Face", "of without"))
             save("experts", rows, given.results)
             torch._dynamo.reset()
             gc.collect()

@@ -12,7 +12,8 @@ from matplotlib import pyplot
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
 PLOTS = Path(__file__).parent / "plots"
-WEIGHT, TOKENS, STATISTICS = "#4878a8", "#d8843c", "#6a9f58"
+WEIGHT, TOKENS, STATISTICS = "#0072B2", "#D55E00", "#009E73"
+"""the blue is that of benchmarks/plots.py"""
 RANKS = 3
 
 

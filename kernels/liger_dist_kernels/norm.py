@@ -292,7 +292,8 @@ def norm_bwd(
         # As many steps load at once as the shared memory holds.
         STAGES=1 if is_wide else min(max(shared // bytes_of_step, 1), 3),
         STEPS=0 if x.is_cuda else max(cdiv(cdiv(T, rows), programs), 1),
-        num_warps=min(max(rows * block // 1024, 4), 16),
+        # A row that is loaded twice: 8 warps took 8 % less time than 16 (16384 features, H200).
+        num_warps=8 if is_wide and options.subtract_mean else min(max(rows * block // 1024, 4), 16),
     )
     parameter_dtype = rstd_T.dtype if weight_D is None else weight_D.dtype
     return NormGradients(

@@ -451,7 +451,7 @@ def _of_gated_attention(text: Any, layer: nn.Module) -> int:
 
 
 def needs_of_a_layer(a: TrainConfig, strategy: str, text: Any, mixture: Mixture | None = None) -> LayerNeeds:
-    """Estimates a layer's activations from the config of the model's text part. docs/benchmarks.md has measurements.
+    """Estimates a layer's activations from the config of the model's text part. docs/benchmarks has measurements.
 
     Args:
         mixture: its experts; None for an MLP.

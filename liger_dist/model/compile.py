@@ -57,7 +57,7 @@ def compile_each(layers: Iterable[nn.Module]) -> None:
 
 
 def reason_against_compiling(layers: Iterable[nn.Module], *, device: torch.device, is_recurrent: bool) -> str | None:
-    """Says why compiled layers are no gain, as a clause; None where they are one (docs/benchmarks.md). Equal on all
+    """Says why compiled layers are no gain, as a clause; None where they are one (docs/benchmarks). Equal on all
     ranks.
 
     Args:

@@ -14,7 +14,7 @@ from test_house import ROOT
 
 from benchmarks import age
 from benchmarks.harness import RESULTS
-from benchmarks.overview import WORKLOADS, problems_of
+from benchmarks.overview import comparisons, problems_of
 from benchmarks.readme import CLAIMS, SENTENCES
 
 FILES = sorted(RESULTS.glob("*.json"))
@@ -22,13 +22,14 @@ FILES = sorted(RESULTS.glob("*.json"))
 
 def shown_tables() -> list[tuple[str, str]]:
     """Results file and table of each row of the README and of the overview."""
-    shown = [(each.results, each.table) for each in (*WORKLOADS, *CLAIMS)]
+    shown = [(each.results, each.table) for each in (*comparisons(RESULTS)[0], *CLAIMS)]
     return list(dict.fromkeys([*shown, *((results, table) for _, results, table, *_ in SENTENCES)]))
 
 
 def missing(names: set[str]) -> list[str]:
-    """Lists results files without an entry, entries without a file, and paths that do not exist."""
-    found = [f"{name}.json and CODE differ" for name in names ^ set(age.CODE)]
+    """Lists results files without an entry, entries without a benchmark, and paths that do not exist."""
+    unmeasured = {name for name in age.CODE if (ROOT / "benchmarks" / f"{name}.py").exists()}
+    found = [f"{name}.json and CODE differ" for name in (names | unmeasured) ^ set(age.CODE)]
     for name in names & set(age.CODE):
         for table in problems_of(RESULTS / f"{name}.json"):
             included, _ = age.paths_of(name, table)

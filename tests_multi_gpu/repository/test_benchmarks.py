@@ -1,8 +1,9 @@
-"""Results of the benchmarks: the page, the README's table and the overview hold their figures, with dates."""
+"""Results of the benchmarks: pages, pictures, the README's table and the overview hold their figures, with dates."""
 
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,13 +15,19 @@ from test_house import ROOT
 from benchmarks import peers
 from benchmarks.harness import RESULTS
 from benchmarks.overview import WORKLOADS, Comparison, cells, compare, comparisons, problems_of
+from benchmarks.pages import PAGES
+from benchmarks.plots import LARGEST, digits
 from benchmarks.readme import CLAIMS, renewed
-from benchmarks.report import overview_table, page
+from benchmarks.report import charts, pages
 
+DOCS = ROOT / "docs"
 FILES = sorted(RESULTS.glob("*.json"))
 README = (ROOT / "README.md").read_text()
 RENEW = "make benchmarks-page"
 """what writes pages and plots anew"""
+MOST_WORDS = 25_000
+"""of all pages of docs that a program writes as a whole"""
+EARLIER = r"\b(before|as it was|earlier|old)\b"
 
 
 def undated(file: Path) -> list[str]:
@@ -42,8 +49,71 @@ def test_a_table_without_date_and_commit_is_found(tmp_path: Path) -> None:
     assert undated(tmp_path / "mtp.json") == list(problems)
 
 
-def test_the_benchmarks_page_holds_the_results() -> None:
-    assert page(RESULTS) == (ROOT / "docs" / "benchmarks.md").read_text(), f"run {RENEW}"
+def written() -> dict[str, str]:
+    """Pages of the benchmarks as they are, by their path in docs."""
+    files = [DOCS / "benchmarks.md", *sorted((DOCS / "benchmarks").glob("*.md"))]
+    return {file.relative_to(DOCS).as_posix(): file.read_text() for file in files}
+
+
+def test_the_benchmarks_pages_hold_the_results() -> None:
+    assert written() == pages(RESULTS), f"run {RENEW}, and remove pages without results"
+
+
+def test_each_results_file_has_a_page_that_begins_with_its_picture() -> None:
+    found = pages(RESULTS)
+    for file in FILES:
+        assert found[f"benchmarks/{file.stem}.md"].split("\n")[2].endswith(f"](../plots/{file.stem}.png)"), file.stem
+        assert f"](benchmarks/{file.stem}.md)" in found["benchmarks.md"], file.stem
+
+
+def test_generated_pages_have_few_words() -> None:
+    names = ["families.md", "packed_families.md", "support_matrix.md", *written()]
+    words = {name: len((DOCS / name).read_text().split()) for name in names}
+    assert sum(words.values()) <= MOST_WORDS, words
+
+
+def test_pictures_hold_the_results() -> None:
+    for name, chart in charts(RESULTS).items():
+        with Image.open(DOCS / "plots" / f"{name}.png") as image:
+            assert image.info["Description"] == chart.note(), f"{name}: run {RENEW}"
+
+
+def test_pictures_have_few_bars_and_none_of_an_earlier_version() -> None:
+    for name, chart in charts(RESULTS).items():
+        assert 2 <= len(chart.bars()) <= LARGEST, name
+        assert not [label for label in chart.labels if re.search(EARLIER, label)], name
+        assert any(label.startswith("liger_dist") for label in chart.labels) or name == "overview", name
+
+
+def test_each_picture_shows_the_rows_that_its_page_names() -> None:
+    found = charts(RESULTS)
+    for page in PAGES:
+        if page.picture is not None and (RESULTS / f"{page.results}.json").exists():
+            shown = {page.picture.labels.get(row, row) for row in page.picture.rows}
+            assert shown <= set(found[page.results].labels), page.results
+            assert len(found[page.results].panels) == len(page.picture.tables) * len(page.picture.figures)
+
+
+def test_a_number_has_three_digits() -> None:
+    found = [digits(value) for value in (0.0, 0.0914, 0.999, 9.996, 56.48, 152.5, 38589, 100268, 1.0)]
+    assert found == ["0", "0.091", "0.999", "10.0", "56.5", "152", "38,600", "100,000", "1.00"]
+
+
+def test_new_results_and_newer_ones_of_a_problem_need_no_change_of_the_generator(tmp_path: Path) -> None:
+    problems = json.loads((RESULTS / "mtp.json").read_text())
+    (table,) = problems
+    (tmp_path / "planted.json").write_text(json.dumps(problems))
+    newer = json.loads(json.dumps(problems[table]))
+    newer["environment"] |= {"gpu": "NVIDIA H200", "date": "2027-01-01"}
+    newer["rows"][3]["median_ms"] = 1.0
+    (tmp_path / "mtp.json").write_text(json.dumps(problems | {f"{table}, on an H200": newer}))
+    found = pages(tmp_path)
+    assert "# Planted" in found["benchmarks/planted.md"]
+    assert "](benchmarks/planted.md)" in found["benchmarks.md"]
+    assert "H100" not in found["benchmarks/mtp.md"]
+    assert "1 H100" in found["benchmarks/archive.md"]
+    assert "99 % less time" in found["benchmarks/mtp.md"].split("\n")[4]
+    assert set(charts(tmp_path)) >= {"mtp", "planted"}
 
 
 def test_the_readme_holds_the_results() -> None:
@@ -64,16 +134,11 @@ def test_figures_of_the_readme_without_results_are_found() -> None:
 def test_the_overview_shows_all_workloads_with_their_dates() -> None:
     compared, left_out = comparisons(RESULTS)
     assert left_out == []
-    for workload, each in zip(WORKLOADS, compared, strict=True):
-        environment = problems_of(RESULTS / f"{workload.results}.json")[workload.table]["environment"]
+    present = [workload for workload in WORKLOADS if (RESULTS / f"{workload.results}.json").exists()]
+    for workload, each in zip(present, compared, strict=True):
+        environment = problems_of(RESULTS / f"{workload.results}.json")[each.table]["environment"]
         assert environment["date"] in cells(each)[-1]
         assert (environment.get("commit") or "") in cells(each)[-1]
-
-
-def test_the_overview_plot_holds_the_results() -> None:
-    with Image.open(ROOT / "docs" / "plots" / "overview.png") as image:
-        noted = image.info["Description"]
-    assert noted == overview_table(comparisons(RESULTS)[0]), f"run {RENEW}"
 
 
 def test_a_workload_without_peer_is_left_out_and_without_memory_shows_its_time(tmp_path: Path) -> None:

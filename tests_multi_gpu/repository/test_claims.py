@@ -30,8 +30,17 @@ from test_hybrids import HYBRID_MODELS, cells
 from test_packed_families import HYBRIDS, OF_FP32, TOLERANCE, USUAL
 
 DOCS = ROOT / "docs"
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("hosts/*.md"))]
-GENERATED = ("families.md", "packed_families.md", "support_matrix.md", "benchmarks.md")
+PAGES = [
+    *sorted(ROOT.glob("*.md")),
+    *(page for part in ("", "hosts/", "benchmarks/") for page in sorted(DOCS.glob(f"{part}*.md"))),
+]
+GENERATED = (
+    "families.md",
+    "packed_families.md",
+    "support_matrix.md",
+    "benchmarks.md",
+    *(page.name for page in DOCS.glob("benchmarks/*.md")),
+)
 LAUNCH = ROOT / "launch"
 PROGRAM = LAUNCH / "liger_dist_train"
 
@@ -318,20 +327,37 @@ def test_the_results_are_of_few_gpus_of_nvidia() -> None:
 
 
 FIGURES = {
-    ("experts.md", "## What it gains"): "## Mixtures of experts",
-    ("kernels.md", "## Experts: grouped products, gate, sum of a token's experts"): "## Mixtures of experts",
-    ("adapters.md", "## Figures"): "## Adapters: LoRA and QLoRA",
-    ("performance.md", "## When the host limits the step"): "",
+    ("experts.md", "## What it gains"): "experts",
+    ("kernels.md", "## Experts: grouped products, gate, sum of a token's experts"): "experts",
+    ("adapters.md", "## Figures"): "adapters",
+    ("performance.md", "## When the host limits the step"): "*",
 }
-"""sections by hand, and the section of the generated page that has their milliseconds; empty: any of its sections, and
-the page of CUDA graphs"""
+"""sections by hand, and the results that have their milliseconds; ``*``: any results, and the page of CUDA graphs"""
+
+
+def figures_of(results: str) -> set[str]:
+    """All measured figures of some results, with one decimal."""
+    rows = [
+        row
+        for file in (ROOT / "benchmarks" / "results").glob(f"{results}.json")
+        for table in json.loads(file.read_text()).values()
+        for row in table["rows"]
+    ]
+    values = [value for row in rows for value in (row["median_ms"], *row["figures"].values(), host_ms(row)) if value]
+    return {f"{value:.1f}" for value in values}
+
+
+def host_ms(row: dict[str, Any]) -> float:
+    """Milliseconds of the host in a step; 0 if not measured."""
+    return sum(value for name, value in row["figures"].items() if name.endswith(" host ms"))
 
 
 @pytest.mark.parametrize(("file", "heading"), FIGURES)
 def test_milliseconds_of_pages_are_those_of_the_results(file: str, heading: str) -> None:
-    generated = FIGURES[file, heading]
-    results = section(page("benchmarks.md"), generated) if generated else page("benchmarks.md") + page("cuda_graphs.md")
-    measured = set(re.findall(r"\d+\.\d", re.sub(r"\([\d.–]*\)", "", results)))  # Without the percentiles.
+    results = FIGURES[file, heading]
+    measured = figures_of(results)
+    if results == "*":
+        measured |= set(re.findall(r"\d+\.\d", page("cuda_graphs.md")))
     text = " ".join(" ".join(row) for row in cells_of(section(page(file), heading)))
     found = re.findall(r"(?<![\w.-])\d+\.\d(?![\d.])", text)
     assert len(found) > 2

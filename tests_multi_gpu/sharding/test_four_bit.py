@@ -225,18 +225,19 @@ def quantised_by_bitsandbytes() -> Any:
 
 
 def test_experts_that_bitsandbytes_has_quantised(workers_2: Workers) -> None:
-    reference = quantised_by_bitsandbytes()
-    truth = [float(reference(**make_batch(rank)).loss) for rank in range(2)]
-    for rank, (loss, sentence) in enumerate(workers_2.run(loss_and_refusal)):
-        assert loss == pytest.approx(truth[rank], rel=1e-5)
+    for truth, loss, sentence in workers_2.run(losses_and_refusal):
+        assert loss == pytest.approx(truth, rel=1e-5)
         assert "gate_up_proj.original is a 4-bit weight" in sentence or "down_proj.original is a 4-bit" in sentence
 
 
-def loss_and_refusal() -> tuple[float, str]:
+def losses_and_refusal() -> tuple[float, float, str]:
+    # Both on one device: bitsandbytes 0.50.2 reads wrong scales on CPUs where a block ends within a row.
+    batch = make_batch(dist.get_rank())
+    truth = float(quantised_by_bitsandbytes()(**batch).loss.detach())
     with pytest.raises(liger_dist.LigerDistError) as caught:
         liger_dist.wrap(quantised_by_bitsandbytes(), "fsdp1")
     wrapped = liger_dist.wrap(quantised_by_bitsandbytes(), "fsdp2")
-    return float(wrapped(**make_batch(dist.get_rank())).loss.detach()), str(caught.value)
+    return truth, float(wrapped(**batch).loss.detach()), str(caught.value)
 
 
 def test_scales_of_experts_are_in_the_state_dict() -> None:

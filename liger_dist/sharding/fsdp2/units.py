@@ -20,7 +20,7 @@ from liger_dist.model.torch_modes import untraced
 from .forward import unshard_in_backward
 
 UNIT_BYTES = 3 * 2**26
-"""bytes from which on a unit is worth its collectives: measured for 0.6B and 1B on two H200 (docs/benchmarks.md, "Small
+"""bytes from which on a unit is worth its collectives: measured for 0.6B and 1B on two H200 (docs/benchmarks, "Small
 models")"""
 LEAST_UNITS = 4
 """units of a model that has as many layers: the collectives of one overlap with the computation of another"""
