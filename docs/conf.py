@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 
+from sphinx.application import Sphinx
 from sphinx.ext.napoleon import GoogleDocstring
 
 ROOT = Path(__file__).parent.parent
@@ -31,3 +33,16 @@ autodoc_typehints = "none"
 autodoc_member_order = "bysource"
 napoleon_google_docstring = True
 copybutton_prompt_text = "$ "
+
+
+def add_toctrees(app: Sphinx, page: str, source: list[str]) -> None:
+    """Adds a hidden toctree for each list of links on the index, plain Markdown on a repository page."""
+    if page != "index":
+        return
+    for caption, links in re.findall(r"^## (.+)\n\n((?:- .+\n)+)", source[0], re.MULTILINE):
+        pages = "\n".join(re.findall(r"\]\(([\w/]+)\.\w+\)$", links, re.MULTILINE))
+        source[0] += f"\n```{{toctree}}\n:caption: {caption}\n:hidden:\n:maxdepth: 1\n\n{pages}\n```\n"
+
+
+def setup(app: Sphinx) -> None:
+    app.connect("source-read", add_toctrees)

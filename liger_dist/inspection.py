@@ -227,7 +227,7 @@ def _parameters_of(outer: nn.Module) -> str:
 
 COMPILED_GAIN = (
     "compile_layers is False; with 'auto' a step of 0.6B to 1B parameters on two H200 takes 0.64 to 0.92 of its time "
-    "(docs/strategies.md#compiled-layers)"
+    "(docs/strategy_options.md#compiled-layers)"
 )
 
 

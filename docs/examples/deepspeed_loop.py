@@ -1,4 +1,4 @@
-"""A custom training loop with DeepSpeed: torchrun --nproc-per-node 2 docs/examples/deepspeed_loop.py"""
+"""A training loop with DeepSpeed: torchrun --standalone --nproc-per-node 2 docs/examples/deepspeed_loop.py"""
 
 import os
 from pathlib import Path

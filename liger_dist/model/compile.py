@@ -6,7 +6,7 @@ default it keeps every input of a matrix product, because the backward would hav
 outputs of norms, and the product of the activation and the up projection. Recomputing them costs one pass over memory;
 keeping them a third of a layer's activations. Our kernels recompute them, and compiled layers do with the two settings
 below: one GPU, four layers of Llama 8B's shape with lm_head, 8192 tokens, 5.22 GiB above the weights instead of 6.59,
-in the same time (docs/strategies.md).
+in the same time (docs/strategy_options.md).
 """
 
 from __future__ import annotations

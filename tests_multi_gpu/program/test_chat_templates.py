@@ -447,28 +447,37 @@ FIELDS: dict[str, tuple[list[dict[str, Any]], Any, dict[str, Any]]] = {
 }
 HEAD = """# Chat templates and the fields of a row
 
-Which fields of a conversation each template writes into the text that is trained on: {count} templates, those that TRL
-{version} ships and three more. *trained* means that every word of the field is in the text, and that the tokens of the
-answers are labels. *bad row* means that the template leaves the field out, or that its labels cannot be determined: the
-row is not trained on, and the message names the field ([labels](training.md#which-tokens-are-labels)). Reasoning is
-that of the last answer, with `--train_on last_turn`. `make templates` writes this page.
+Which fields of a conversation a template writes into the text that is trained on: {count} templates, those that TRL
+{version} ships and three more. *trained*: every word of the field is in the text, and the tokens of the answers are
+labels. *bad row*: the template leaves the field out, or its labels cannot be determined; the row is not trained on, and
+the message names the field ([labels](training.md#which-tokens-are-labels)). Reasoning is that of the last answer, with
+`--train_on last_turn`. `make templates` writes this page.
 
-| template | {fields} |
+| {fields} | templates |
 |---|{lines}
 """
 
 
-def line_of(name: str) -> str:
+def outcome_of(name: str) -> tuple[str, ...]:
     tokenizer = tokenizer_for(name)
     found = [learned(tokenizer, turns, tools, **options) for turns, tools, options in FIELDS.values()]
-    return f"| {name} | {' | '.join('trained' if isinstance(one, list) else 'bad row' for one in found)} |"
+    return tuple("trained" if isinstance(one, list) else "bad row" for one in found)
+
+
+def rows_of_the_page() -> list[str]:
+    """Makes a row for each outcome, those with most trained fields first."""
+    names: dict[tuple[str, ...], list[str]] = {}
+    for name in sorted(TEMPLATES):
+        names.setdefault(outcome_of(name), []).append(name)
+    outcomes = sorted(names, key=lambda outcome: (-outcome.count("trained"), [one != "trained" for one in outcome]))
+    return [f"| {' | '.join(outcome)} | {', '.join(names[outcome])} |" for outcome in outcomes]
 
 
 def test_the_page_has_every_template(request: pytest.FixtureRequest) -> None:
     head = HEAD.format(
         count=len(TEMPLATES), version=trl.__version__, fields=" | ".join(FIELDS), lines="---|" * len(FIELDS)
     )
-    page = head + "\n".join(map(line_of, sorted(TEMPLATES))) + "\n"
+    page = head + "\n".join(rows_of_the_page()) + "\n"
     if request.config.getoption("--write-pages"):
         PAGE.write_text(page)
     if f"{trl.__version__} ships" not in PAGE.read_text():

@@ -187,13 +187,15 @@ def test_the_kernels_page_has_every_kind_of_layer() -> None:
 def test_every_public_name_is_on_the_api_page() -> None:
     package = (ROOT / "liger_dist" / "__init__.py").read_text()
     public = set(re.findall(r" import \w+ as (\w+)$", package, re.MULTILINE)) - {"__version__"}
-    entries = re.findall(r"^\.\. auto\w+:: (liger_dist\S+)$", page("api.md"), re.MULTILINE)
+    entries = re.findall(r"^\.\. auto\w+:: (liger_dist\S+)$", page("reference.rst"), re.MULTILINE)
     listed = {entry.split(".")[1] for entry in entries if entry.startswith("liger_dist.")}
     assert len(public) > 20
     assert public <= listed, public - listed
     assert len(entries) == len(set(entries))
+    named = {name for words in code(page("api.md")) for name in words.split(".")}
     for entry in entries:
         assert exists(entry), entry
+        assert entry == "liger_dist" or entry.split(".")[-1] in named, f"docs/api.md lacks {entry}"
 
 
 def exists(name: str) -> bool:
@@ -386,3 +388,13 @@ def test_contributing_places_every_module() -> None:
     modules = {file.stem for file in (ROOT / "liger_dist").iterdir() if file.suffix == ".py" or file.is_dir()}
     modules -= {"__init__", "__main__", "__pycache__", "_version"}
     assert placed - {"liger_dist", "liger_dist_kernels"} == modules
+
+
+MOST_WORDS = 450
+"""of a page of a host, without tables that a command writes"""
+
+
+def test_pages_of_hosts_are_short() -> None:
+    for file in sorted((DOCS / "hosts").glob("*.md")):
+        text = re.sub(r"<!-- \w+: written by.*?<!-- end of \w+ -->", "", file.read_text(), flags=re.DOTALL)
+        assert len(text.split()) <= MOST_WORDS, f"{file.name} has {len(text.split())} words"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from forked_programs import run_command
+from test_tutorial import as_pattern
 
 ROOT = Path(__file__).parents[2]
 ALONE, TORCHRUN = ("python",), ("torchrun", "--standalone", "--nproc-per-node", "2")
@@ -32,8 +35,21 @@ OTHERS = (
     "write_chats.py",
     "write_tasks.py",
 )
-"""needs a GPU, run by tests with more checks, imported, or run by test_verl_program.py, test_own_chats.py and
+"""needs a GPU, run by tests with more checks, imported, or run by test_verl_program.py, test_tutorial.py and
 test_evaluation.py"""
+
+
+SHOWN = dict(
+    re.findall(r"^\| \[`(\S+)`\].* \| `([^`]+)` \|$", (ROOT / "docs" / "examples.md").read_text(), re.MULTILINE)
+)
+"""last lines that the page of examples shows, in other numbers"""
+
+
+def test_the_page_has_every_file_and_the_output_of_every_program() -> None:
+    page = (ROOT / "docs" / "examples.md").read_text()
+    files = {path.name for path in (ROOT / "docs" / "examples").iterdir()} - {"__pycache__"}
+    assert set(re.findall(r"`([\w.]+)`", page)) >= files
+    assert {*EXAMPLES, "cuda_graph.py", "draft_head.py", "masked_diffusion.py", "one_process.ipynb"} == SHOWN.keys()
 
 
 def test_none_is_left_out() -> None:
@@ -43,11 +59,12 @@ def test_none_is_left_out() -> None:
 @pytest.mark.gpu
 def test_a_cuda_graph_trains_as_without_one(tmp_path: Path) -> None:
     said = run_command(["python", str(ROOT / "docs" / "examples" / "cuda_graph.py")], tmp_path)
-    assert "the same losses as without a graph" in said
+    assert SHOWN["cuda_graph.py"] in said
 
 
 def test_a_draft_head_gives_more_tokens_for_each_run(tmp_path: Path) -> None:
     said = run_command(["python", str(ROOT / "docs" / "examples" / "draft_head.py")], tmp_path)
+    assert re.search(as_pattern(SHOWN["draft_head.py"]), said)
     before, after = (float(one) for one in re.findall(r"training: (\S+) tokens for each run", said))
     assert 1.0 <= before < 2.0
     assert after > 3.0
@@ -55,6 +72,7 @@ def test_a_draft_head_gives_more_tokens_for_each_run(tmp_path: Path) -> None:
 
 def test_masked_diffusion_trains_by_the_loss_of_full_logits(tmp_path: Path) -> None:
     said = run_command(["python", str(ROOT / "docs" / "examples" / "masked_diffusion.py")], tmp_path)
+    assert re.search(as_pattern(SHOWN["masked_diffusion.py"]), said)
     packed, alone = re.findall(r"packed (\S+), full logits of each text (\S+)", said)[0]
     assert abs(float(packed) - float(alone)) < 1e-4
     losses = [float(one) for one in re.findall(r"loss (\S+)", said)]
@@ -67,6 +85,7 @@ def test_it_prints_a_loss(name: str, tmp_path: Path) -> None:
     command = [*EXAMPLES[name], str(ROOT / "docs" / "examples" / name)]
     said = run_command(command, tmp_path)
     assert 5 < float(said.split()[-1]) < 8
+    assert re.search(f"{as_pattern(SHOWN[name])}\\s*$", said)
     if name == "grpo_loop.py":
         losses = [float(loss) for loss in re.findall(r"loss (\S+),", said)]
         assert len(losses) == 3
@@ -79,3 +98,23 @@ def test_it_prints_a_loss(name: str, tmp_path: Path) -> None:
         divergences = [float(one) for one in re.findall(r"divergence (\S+) nats", said)]
         assert len(divergences) == 6
         assert divergences[-1] < divergences[0] / 5
+
+
+@pytest.mark.smoke
+def test_the_notebook_runs_in_one_process(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its cells, in order: losses and gradients of the wrapped model are those of the unwrapped one."""
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    notebook = json.loads((ROOT / "docs" / "examples" / "one_process.ipynb").read_text())
+    names: dict[str, Any] = {"__name__": "notebook"}
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            assert not cell["outputs"], "a notebook is committed without outputs"
+            exec(compile("".join(cell["source"]), "one_process.ipynb", "exec"), names)
+    said = capsys.readouterr().out
+    assert re.search(as_pattern(SHOWN["one_process.ipynb"]), said)
+    one, other = re.findall(r"loss (\S+), of the unwrapped model (\S+)", said)[0]
+    assert abs(float(one) - float(other)) < 1e-4
+    assert names["worst"] < 1e-4
+    assert len(names["losses"]) == 50
+    assert names["losses"][-1] < names["losses"][0] / 3
+    assert len(names["plt"].gca().lines[0].get_xdata()) == 50

@@ -239,9 +239,9 @@ def moved(folder: Path) -> list[float]:
 def test_units_have_enough_bytes_and_explain_says_so(workers_2: Workers) -> None:
     for found in workers_2.run(explained):
         # Layers of 16.8 MB in fp32: a quarter of the model is less than 192 MiB. In bf16 they are half as large.
-        assert found["auto"] == "4 units of 4 layers, 64 MiB unsharded at most (docs/strategies.md)"
-        assert found["bf16"] == "4 units of 4 layers, 32 MiB unsharded at most (docs/strategies.md)"
-        assert found["given"] == "6 units of 1 to 3 layers, 48 MiB unsharded at most (docs/strategies.md)"
+        assert found["auto"] == "4 units of 4 layers, 64 MiB unsharded at most (docs/strategy_options.md)"
+        assert found["bf16"] == "4 units of 4 layers, 32 MiB unsharded at most (docs/strategy_options.md)"
+        assert found["given"] == "6 units of 1 to 3 layers, 48 MiB unsharded at most (docs/strategy_options.md)"
         assert found["one"] is None
 
 

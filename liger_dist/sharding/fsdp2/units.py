@@ -95,7 +95,8 @@ def describe(units: Units, param_dtype: torch.dtype | None) -> str | None:
     numbers = sorted({len(unit) for unit in units})
     layers = f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
     largest = max(sum(bytes_of(layer, param_dtype) for layer in unit) for unit in units)
-    return f"{len(units)} units of {layers} layers, {largest / 2**20:.0f} MiB unsharded at most (docs/strategies.md)"
+    size = f"{largest / 2**20:.0f} MiB unsharded at most"
+    return f"{len(units)} units of {layers} layers, {size} (docs/strategy_options.md)"
 
 
 def unshard_inside(unit: Sequence[nn.Module]) -> None:
