@@ -278,7 +278,7 @@ HOST_MODELS = ("verl_engines", "openrlhf_actors", "skyrl_models")
 """modules with engines of other frameworks, which build their own tensors"""
 
 
-MOST_MECHANISMS = 49
+MOST_MECHANISMS = 44
 
 
 def test_files_of_tests_have_different_names() -> None:
