@@ -116,14 +116,11 @@ def test_four_ranks(student: str, teacher: str, workers_4: Workers) -> None:
 
 
 def test_the_page_has_every_pair() -> None:
-    """The page's table has the pairs of the test above and no others."""
+    """The page's table has the students and the teachers of the test above and no others."""
     page = (Path(__file__).parents[2] / "docs" / "distillation.md").read_text()
-    lines = [line.strip("| ").split(" | ") for line in page.split("| student")[1].splitlines()]
-    lines = lines[: next(at for at, line in enumerate(lines) if line == [""])]
-    assert lines[0][1:] == list(LAYOUTS)
-    assert [line[0] for line in lines[2:]] == STUDENTS
-    assert {mark for line in lines[2:] for mark in line[1:]} == {"✓", "✓¹"}
-    assert len(lines[2:]) * len(lines[0][1:]) == 90
+    for role, layouts in (("students", STUDENTS), ("teachers", list(LAYOUTS))):
+        (row,) = (line for line in page.splitlines() if line.startswith(f"| {role} | "))
+        assert row.strip("| ").split(" | ")[1].split("; ") == layouts
 
 
 def skip_without(pair: Pair) -> None:
