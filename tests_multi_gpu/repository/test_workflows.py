@@ -23,7 +23,7 @@ TRIGGERS = {
 }
 NEEDED = {
     "pull_request": ["make check", "make smoke"],
-    "main": ["make check", "make test", "make docs"],
+    "main": ["make check", "make test", "make site"],
     "nightly": ["make test-all", "make test-newest", "make smoke"],
     "release": ['make release-check test-wheel VERSION="$GITHUB_REF_NAME"', 'make publish VERSION="$GITHUB_REF_NAME"'],
 }
