@@ -31,7 +31,7 @@ from test_packed_families import HYBRIDS, OF_FP32, TOLERANCE, USUAL
 
 DOCS = ROOT / "docs"
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("hosts/*.md"))]
-GENERATED = ("families.md", "packed_families.md", "support_matrix.md", "benchmarks.md")
+GENERATED = ("combinations.md", "families.md", "packed_families.md", "support_matrix.md", "benchmarks.md")
 LAUNCH = ROOT / "launch"
 PROGRAM = LAUNCH / "liger_dist_train"
 
