@@ -7,7 +7,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --con
 TRITON := 3.6.0
 
 .PHONY: venv demo demo-distillation smoke affected test test-all record golden test-gpu test-oldest test-newest test-verl \
-	test-skyrl test-axolotl test-hosts check docs matrix families peft benchmarks benchmarks-page benchmarks-age \
+	test-skyrl test-axolotl test-hosts check docs site matrix combinations families peft benchmarks benchmarks-page benchmarks-age \
 	contact-sheet format wheel test-wheel release-check publish clean
 
 venv: $(VENV)/.installed
@@ -197,6 +197,14 @@ test-hosts: test-verl
 docs: venv
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/docs
 
+# The pages of main, and those of each release in a folder with the name of its tag.
+site: docs
+	for tag in $$(git tag --list "v*"); do \
+		git worktree add --force build/$$tag $$tag && \
+		$(BIN)/python -m sphinx -q -b html build/$$tag/docs build/docs/$$tag && \
+		git worktree remove --force build/$$tag || exit 1; \
+	done
+
 check: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -205,6 +213,9 @@ check: venv
 
 matrix: venv
 	$(BIN)/python -m pytest tests_multi_gpu/conformance/test_conformance.py --write-pages
+
+combinations: venv
+	$(BIN)/python -m pytest tests_multi_gpu/repository/test_combinations.py --write-pages
 
 peft: venv
 	$(BIN)/python -m pytest tests_multi_gpu/conformance/test_peft_methods.py --write-pages

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import configparser
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -22,9 +24,28 @@ project = "liger_dist"
 author = "the liger_dist authors"
 copyright = "the liger_dist authors"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
-exclude_patterns = ["examples"]
+exclude_patterns = ["examples", "_templates"]
 html_theme = "furo"
-html_title = "liger_dist"
+metadata = configparser.ConfigParser()
+metadata.read(ROOT / "setup.cfg")
+urls = dict(line.split(" = ") for line in metadata["metadata"]["project_urls"].split("\n") if line)
+tags = subprocess.run(["git", "tag", "--list", "v*", "--sort=-v:refname"], cwd=ROOT, capture_output=True, text=True)
+release = subprocess.run(["git", "describe", "--tags", "--always"], cwd=ROOT, capture_output=True, text=True).stdout
+html_title = f"liger_dist {release.strip()}"
+html_theme_options = {
+    "source_repository": metadata["metadata"]["url"],
+    "source_branch": "main",
+    "source_directory": "docs/",
+}
+html_context = {"site": urls["Documentation"], "tags_of_releases": tags.stdout.split()}
+templates_path = ["_templates"]
+html_sidebars = {
+    "**": [
+        *(f"sidebar/{part}.html" for part in ("brand", "search", "scroll-start", "navigation")),
+        "versions.html",
+        "sidebar/scroll-end.html",
+    ]
+}
 html_static_path = ["_static"]
 html_css_files = ["wide.css"]
 myst_heading_anchors = 3

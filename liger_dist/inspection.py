@@ -36,6 +36,7 @@ from .sharding.fsdp_options import FullySharded
 from .sharding.materialize import is_meta
 from .sharding.mesh import Mesh
 from .sharding.process_groups import gathered
+from .sharding.reduction_checks import refuse_late_adapters
 from .sharding.sequence_parallel import check_losses
 from .sharding.single import Auto, LoadedByHost
 from .trials.isolated import torch_defaults
@@ -115,6 +116,7 @@ def _inspect(outer: nn.Module, strategy: str | Strategy, mesh: Mesh | None, conf
         )
     check_not_failed(model)
     refuse_loaded_shards(model, chosen.name)
+    refuse_late_adapters(outer, model)
     outputs = as_output_names(config.outputs)
     check_outputs(outputs)
     structure = find_structure(model, fused_loss=config.fused_loss and (stage is None or stage.is_last))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -11,7 +12,7 @@ from typing import Any, Literal
 import on_device
 import torch
 from models import make_model
-from mtp_models import make_mtp
+from mtp_models import add_mtp
 from predicting import Prediction, make_predicting
 from tiers import cover, pairs
 from torch import nn
@@ -33,7 +34,11 @@ class Model:
     trains: Literal["all", "head", "backbone"] = "all"
     lora: Literal["", "LoRA", "DoRA"] = ""
     """PEFT's layer on lm_head"""
+    lora_on_layers: tuple[str, ...] = ()
+    """linear layers with LoRA"""
     lora_on_experts: bool = False
+    four_bits: Literal["", "linear", "experts"] = ""
+    """weights of bitsandbytes: linear layers, or these and experts"""
     saved: str = ""
     """name of the adapter that trains lm_head as a whole, PEFT's ``modules_to_save``; empty for none"""
     quantised: bool = False
@@ -44,26 +49,55 @@ class Model:
 
     def obstacle(self) -> str | None:
         """Why this machine cannot build it."""
-        needs_peft = bool(self.lora or self.saved or self.lora_on_experts)
-        return "PEFT is not installed" if needs_peft and importlib.util.find_spec("peft") is None else None
+        needed = {"peft": self.has_peft, "bitsandbytes": bool(self.four_bits)}
+        missing = [name for name in needed if needed[name] and importlib.util.find_spec(name) is None]
+        return f"{missing[0]} is not installed" if missing else None
+
+    @property
+    def has_peft(self) -> bool:
+        return bool(self.lora or self.saved or self.lora_on_layers or self.lora_on_experts)
+
+    @property
+    def is_in_fp32(self) -> bool:
+        return self.single or bool(self.four_bits)
 
     def build(self, *, dtype: torch.dtype, heads: int) -> nn.Module:
         """The model, the same on every rank."""
         if self.predicts is not None:
             return make_predicting(self.predicts, tied=self.tied, dtype=dtype)  # type: ignore[no-any-return]
-        if self.mtp:
-            return make_mtp(depth=self.mtp, tied=self.tied, dtype=dtype, heads=heads)  # type: ignore[no-any-return]
-        model: Any = make_model(self.family, tied=self.tied, dtype=dtype, heads=heads, bias=self.bias)
+        if self.four_bits:
+            from quantized import four_bit
+
+            model: Any = four_bit(self.family, tied=self.tied, dtype=dtype, experts=self.four_bits == "experts")
+        else:
+            model = make_model(self.family, tied=self.tied, dtype=dtype, heads=heads, bias=self.bias)
+        return self._complete(model.train(), dtype)
+
+    def truth(self, model: nn.Module) -> nn.Module:
+        """An unwrapped model in fp64 with the values of ``model``; weights of 4 bits are dequantised."""
+        if not self.four_bits:
+            return copy.deepcopy(model).double()
+        from quantized import dequantized
+
+        reference = self._complete(make_model(self.family, tied=self.tied), torch.float64).double()
+        values = dequantized(model)
+        with torch.no_grad():
+            for name, parameter in reference.named_parameters():
+                parameter.copy_(values[name])
+        return reference
+
+    def _complete(self, model: Any, dtype: torch.dtype) -> Any:
+        """Freezes parameters, and adds PEFT's layers and modules of further tokens."""
         head = model.lm_head.weight
-        for parameter in model.parameters():
+        for parameter in model.parameters() if not self.four_bits else ():
             parameter.requires_grad_(
                 {"all": True, "head": parameter is head, "backbone": parameter is not head}[self.trains]
             )
         if self.quantised:
             model.lm_head = QuantisedLinear()
-        if self.lora or self.saved or self.lora_on_experts:
+        if self.has_peft:
             self._add_peft(model, dtype)
-        return model  # type: ignore[no-any-return]
+        return add_mtp(model, depth=self.mtp, dtype=dtype) if self.mtp else model
 
     def _add_peft(self, model: Any, dtype: torch.dtype) -> None:
         import peft
@@ -71,6 +105,8 @@ class Model:
         if self.lora_on_experts:
             parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
             settings = peft.LoraConfig(target_modules=["q_proj"], target_parameters=parameters, r=2)
+        elif self.lora_on_layers:
+            settings = peft.LoraConfig(target_modules=[*self.lora_on_layers], r=2)
         elif self.lora:
             settings = peft.LoraConfig(target_modules=["q_proj", "lm_head"], r=2, use_dora=self.lora == "DoRA")
         else:
@@ -80,7 +116,8 @@ class Model:
         for name, parameter in model.named_parameters():
             if "lora_B" in name or (self.lora_on_experts and "lora_A" in name):
                 nn.init.normal_(parameter, std=0.1, generator=torch.Generator(parameter.device).manual_seed(1))
-        model.to(dtype)
+        if not self.four_bits:
+            model.to(dtype)
 
 
 class QuantisedLinear(nn.Module):
@@ -294,12 +331,12 @@ class Cell:
             return 1e-6 if self.dtype == torch.float64 else 1e-4
         if self.engine == "zero" and (self.used.has_support or self.used.replays):
             return 3e-5  # In fp32; a support's in the second step, after an update by these gradients.
-        return 1e-5 if self.engine == "zero" or self.built.single else 1e-6
+        return 1e-5 if self.engine == "zero" or self.built.is_in_fp32 else 1e-6
 
     @property
     def dtype(self) -> torch.dtype:
         """Of the parameters; DeepSpeed takes no fp64."""
-        is_single = self.engine == "zero" or self.layout.get("bf16") or self.built.single
+        is_single = self.engine == "zero" or self.layout.get("bf16") or self.built.is_in_fp32
         # torch divides gradients of a group of one rank twice by the divisor that transformers sets, in fp64.
         is_single = is_single or "fsdp_size" in self.layout
         return torch.float32 if is_single else torch.float64

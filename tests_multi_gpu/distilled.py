@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from cells import LEARNING_RATE, Cell
 from layouts import SESSIONS, Session
-from models import make_batch, make_config, relative_errors
+from models import documents_of, make_batch, make_config, relative_errors
 from torch import Tensor, nn
 
 import liger_dist
@@ -100,7 +100,7 @@ def errors_of(pair: Pair) -> dict[str, float]:
     dtype = min(pair.student.dtype, pair.teacher.dtype, key=lambda dtype: dtype.itemsize)
     teacher = make_teacher(family=pair.teacher_family, dtype=dtype)
     teacher.requires_grad_(pair.trains_teacher)
-    reference, true_teacher = copy.deepcopy(model).double(), copy.deepcopy(teacher).double()
+    reference, true_teacher = pair.student.built.truth(model), copy.deepcopy(teacher).double()
     session = session_of(pair.student, model)
     other = session_of(pair.teacher, teacher)
     other.root.eval()
@@ -120,7 +120,11 @@ def _step(
 ) -> dict[str, float]:
     micro, world = pair.student.accumulation, session.data_world
     batches = [
-        [make_batch(0 if pair.same_tokens else rank, seed=10 * step + m) for m in range(micro)] for rank in range(world)
+        [
+            make_batch(0 if pair.same_tokens else rank, seed=10 * step + m, rows=pair.student.given.rows)
+            for m in range(micro)
+        ]
+        for rank in range(world)
     ]
     total = sum(int((batch["labels"][:, 1:] != -100).sum()) for rank in batches for batch in rank)
     reports = []
@@ -165,7 +169,12 @@ def _errors_of_gradients(session: Session, reference: nn.Module, tolerance: floa
 def true_sum(
     pair: Pair, reference: nn.Module, true_teacher: nn.Module, batch: dict[str, Tensor]
 ) -> tuple[Tensor, int, tuple[Tensor, ...]]:
-    """The sum of the token losses, the number of tokens, and the mean divergence."""
+    """The sum of the token losses, the number of tokens, and the mean divergence; each document alone."""
+    if "position_ids" in batch:
+        found = [true_sum(pair, reference, true_teacher, document) for document in documents_of(batch)]
+        tokens = sum(count for _, count, _ in found)
+        means = [part[0] * count for _, count, part in found if count]
+        return torch.stack([total for total, *_ in found]).sum(), tokens, (torch.stack(means).sum() / max(tokens, 1),)
     options = dict(pair.options)
     hard_weight = options.pop("hard_weight", 0.0)
     labels = batch["labels"][:, 1:].reshape(-1)

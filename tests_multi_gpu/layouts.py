@@ -82,7 +82,9 @@ class Session:
         return {name: full(p.grad) for name, p in self.inner.named_parameters() if p.grad is not None}
 
     def parameters(self) -> dict[str, Tensor]:
-        return {name: full(p) for name, p in self.inner.named_parameters()}
+        """Packed weights of 4 bits are frozen, and left out."""
+        is_left_out = bool(self.cell.built.four_bits)
+        return {name: full(p) for name, p in self.inner.named_parameters() if p.requires_grad or not is_left_out}
 
     def close(self) -> None:
         pass

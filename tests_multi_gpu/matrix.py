@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -35,8 +36,8 @@ adapters' own reasons; the suite fails when this file is not what it saw.
 
 ✓ two optimiser steps in which every parameter's gradient and value equal those of the unwrapped fp64 model on the
 tokens of all ranks. Number: refused before anything is lost, with the sentence below. GPU: needs one, and runs there
-alone. –: not a combination of the suite. [Pairs of a student and a teacher](distillation.md#pairs-of-layouts) have a
-separate table.
+alone. –: not a combination of the suite. [Two features together](combinations.md) have a table of their pairs, and
+[pairs of a student and a teacher](distillation.md#pairs-of-layouts) one of layouts.
 """
 
 
@@ -105,11 +106,20 @@ class Matrix:
         return "\n".join(sections)
 
     def _table(self, rows: Iterable[Cell], columns: dict[str, object]) -> str:
-        lines = [["layout", "ranks", *columns], ["---"] * (2 + len(columns))]
-        for row in rows:
-            marks = [self._mark(str(column(row))) for column in columns.values()]  # type: ignore[operator]
-            lines.append([row.where, str(row.world), *marks])
-        return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+        """Rows that are alike are one, and columns that are exact in every row are named below the table."""
+        rows = list(rows)
+        names = [f"{row.where} ({row.world})" for row in rows]
+        marks = [[self._mark(str(column(row))) for column in columns.values()] for row in rows]  # type: ignore[operator]
+        is_exact = [{of_row[place] for of_row in marks} == {"✓"} for place in range(len(columns))]
+        alike: dict[tuple[str, ...], list[str]] = {}
+        for name, of_row in zip(names, marks, strict=True):
+            alike.setdefault(tuple(itertools.compress(of_row, [not one for one in is_exact])), []).append(name)
+        heads = [name for name, one in zip(columns, is_exact, strict=True) if not one]
+        lines = [["layout (ranks)", *heads], ["---"] * (1 + len(heads))]
+        lines += [["<br>".join(found), *of_rows] for of_rows, found in alike.items()]
+        table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+        exact = "; ".join(itertools.compress(columns, is_exact))
+        return table + (f"\nAnd ✓ in every row: {exact}.\n" if exact else "")
 
     def _mark(self, name: str) -> str:
         if name in self._outcomes.exact:

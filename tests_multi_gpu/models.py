@@ -263,6 +263,14 @@ def true_loss_sum(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, i
     return total, int((labels != -100).sum())
 
 
+def true_logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Logits ``[B, S, V]`` of the unwrapped ``model``, each document of packed rows alone."""
+    if "position_ids" not in batch:
+        return model(input_ids=batch["input_ids"], use_cache=False).logits  # type: ignore[no-any-return]
+    alone = [model(input_ids=one["input_ids"], use_cache=False).logits for one in documents_of(batch)]
+    return torch.cat(alone, 1).view(*batch["input_ids"].shape, -1)
+
+
 def policy_arguments(batch: dict[str, Tensor], *, has_support: bool = False) -> dict[str, Any]:
     """Keywords of a call that asks for every differentiable output, with a temperature and three classes for each
     token: one of them twice, and none for some. With a support, the classes of which the next token was sampled."""
@@ -301,7 +309,7 @@ POLICY_OUTPUTS = ("log_prob", "log_prob_at", "entropy", "sum_sq_prob")
 def true_policy_sum(model: nn.Module, batch: dict[str, Tensor], *, has_support: bool = False) -> tuple[Tensor, int]:
     """The sum of token losses and of :func:`policy_objective`, from the logits of the unwrapped ``model``."""
     given, labels = policy_arguments(batch, has_support=has_support), F.pad(batch["labels"][:, 1:], (0, 1), value=-100)
-    logits = model(input_ids=batch["input_ids"], use_cache=False).logits
+    logits = true_logits(model, batch)
     truth = cross_entropy_truth(
         logits.flatten(0, 1),
         labels.flatten(),
@@ -334,7 +342,7 @@ def soft_arguments(batch: dict[str, Tensor]) -> dict[str, Any]:
 def true_soft_sum(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
     """The sum of the token losses of :func:`soft_arguments`, from the logits of the unwrapped ``model``."""
     given, labels = soft_arguments(batch), F.pad(batch["labels"][:, 1:], (0, 1), value=-100)
-    logits = model(input_ids=batch["input_ids"], use_cache=False).logits
+    logits = true_logits(model, batch)
     given["soft_labels"] = tuple(values.flatten(0, 1) for values in given["soft_labels"])
     truth = cross_entropy_truth(logits.flatten(0, 1), labels.flatten(), reduction="sum", **given)
     return truth.loss, int((labels != -100).sum())

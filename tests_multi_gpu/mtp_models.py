@@ -18,9 +18,14 @@ def make_mtp(
 ) -> Any:
     """The same weights on every rank."""
     made = {name: options.pop(name) for name in ("tied", "bias", "heads") if name in options}
-    model = make_model(family, dtype=dtype, **made)
+    return add_mtp(make_model(family, dtype=dtype, **made), depth=depth, dtype=dtype, seed=seed, **options)
+
+
+def add_mtp(model: Any, *, depth: int, dtype: torch.dtype, seed: int = 1, **options: Any) -> Any:
+    """Adds modules with the same weights on every rank."""
     torch.manual_seed(seed)
     MultiTokenPrediction(model, depth, **options)
+    model.mtp.to(dtype)
     for name, parameter in model.mtp.named_parameters():
         if "norm" in name:
             nn.init.uniform_(parameter, 0.5, 1.5)

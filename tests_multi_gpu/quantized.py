@@ -155,21 +155,27 @@ def _made(base: dict[str, Any], lora: dict[str, Any], use: dict[str, Any], loade
 def in_fp64(model: Any, base: dict[str, Any], lora: dict[str, Any]) -> Any:
     """Unwrapped, with the same values: ordinary linear layers with the weights that the 4 bits stand for."""
     import peft
-    from bitsandbytes.functional import dequantize_4bit
 
     settings = {"r": 2, "target_modules": "all-linear"} | lora
     dense = make_model(base.get("family", "llama"), tied=base.get("tied", False))
     reference = peft.get_peft_model(dense, peft.LoraConfig(**settings), autocast_adapter_dtype=False)
-    stacks = {id(one.packed): dequantize_4bit(one.packed.data, one.state) for _, _, one in four_bit_stacks(model)}
-    names = by_parameter(model)
-    values = {names[name]: stacks.get(id(value), value) for name, value in model.named_parameters()}
-    names = by_parameter(reference)
+    values, names = dequantized(model), by_parameter(reference)
     with torch.no_grad():
         for name, parameter in reference.named_parameters():
-            value = values[names[name]]
-            state = getattr(value, "quant_state", None)
-            parameter.copy_(value if state is None else dequantize_4bit(value.data, state))
+            parameter.copy_(values[names[name]])
     return reference
+
+
+def dequantized(model: Any) -> dict[str, Tensor]:
+    """Values of all parameters by the names of :func:`by_parameter`, those of 4 bits as what they stand for."""
+    from bitsandbytes.functional import dequantize_4bit
+
+    stacks = {id(one.packed): one.state for _, _, one in four_bit_stacks(model)}
+    names, found = by_parameter(model), {}
+    for name, value in model.named_parameters():
+        state = getattr(value, "quant_state", None) or stacks.get(id(value))
+        found[names[name]] = value if state is None else dequantize_4bit(value.data, state)
+    return found
 
 
 def by_parameter(model: Any) -> dict[str, str]:

@@ -3,8 +3,10 @@ replay."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -12,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-Router = Callable[[Any, Tensor, Tensor], Any]
+Router = Callable[..., Any]
 
 
 def routers_of(model: nn.Module) -> list[Any]:
@@ -33,16 +35,22 @@ def routes_for(batch: dict[str, Tensor], model: nn.Module, *, unknown: bool = Tr
 
 @contextmanager
 def by_hand(model: nn.Module, routes: Tensor) -> Iterator[None]:
-    """Within, the routers of ``model`` take these experts, by the code of this file."""
+    """Within, the routers of ``model`` take these experts, by the code of this file; calls with documents one after
+    another take theirs in this order."""
     with ExitStack() as stack:
         for router, of_layer in zip(routers_of(model), routes, strict=True):
             rule = BY_HAND[type(router).__name__]
 
-            def forward(hidden: Tensor, *args: Any, _rule: Any = rule, _to: Any = (router, of_layer)) -> Any:
-                return _rule(*_to, hidden.reshape(-1, hidden.shape[-1]), *args)
-
+            forward = partial(_forward, rule, router, deque(of_layer))
             stack.enter_context(mock.patch.object(router, "forward", forward))
         yield
+
+
+def _forward(rule: Router, router: Any, routes: deque[Tensor], hidden: Tensor, *args: Any) -> Any:
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    chosen = torch.stack([routes[row] for row in range(len(rows))])
+    routes.rotate(-len(rows))
+    return rule(router, chosen, rows, *args)
 
 
 def _taken(routes: Tensor, choice: Tensor, k: int) -> Tensor:

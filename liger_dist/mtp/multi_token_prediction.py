@@ -308,6 +308,11 @@ def _checked(model: nn.Module) -> tuple[nn.Module, Structure, LossRecipe]:
     name = type(inner).__name__
     if isinstance(inner, FusedModel):
         raise LigerDistError(f"this {name} is wrapped already; add MultiTokenPrediction before liger_dist.wrap.")
+    if any(isinstance(module, FSDPModule) for module in inner.modules()):
+        raise LigerDistError(
+            f"this {name} is sharded already; add MultiTokenPrediction to the full model, before fully_shard or "
+            "liger_dist.wrap, and load it without fsdp_size."
+        )
     if stage_of(inner) is not None:
         raise LigerDistError(
             f"the model is {stage_of(inner)} of a pipeline, and the prediction of further tokens needs the embedding "

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from liger_dist.errors import LigerDistError
-from liger_dist.model.peft import adapters_of
+from liger_dist.model.peft import adapters_of, peft_parameters
 from liger_dist.model.torch_modes import untraced
 
 from .ddp import DDP, averaged_parameters
@@ -87,6 +87,26 @@ def refuse_adapters_later(root: nn.Module, outer: nn.Module, model: nn.Module) -
     vars(model)[_CHECKS] = [
         module.register_forward_pre_hook(check, prepend=True) for module in dict.fromkeys((outer, model))
     ]
+
+
+def refuse_late_adapters(outer: nn.Module, model: nn.Module) -> None:
+    """Refuses PEFT's adapters on a ``model`` that transformers sharded by FSDP2 while it was loaded.
+
+    Raises:
+        LigerDistError: with the names.
+    """
+    if getattr(model, "fsdp_size", None) is None or next(param_groups(model), None) is None:
+        return
+    of_peft = {id(parameter) for parameter in peft_parameters(outer)}
+    trained = dict(outer.named_parameters(remove_duplicate=False))
+    names = [name for name in unreduced_parameters(outer) if id(trained[name]) in of_peft]
+    if names:
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        raise LigerDistError(
+            f"nothing averages the gradients of {names[0]}{more} over the ranks: PEFT added them after transformers "
+            "has sharded the model by FSDP2 (fsdp_size); load it without distributed_config, add the adapters, and "
+            "call liger_dist.wrap(model, 'fsdp2')."
+        )
 
 
 def allow_unreduced(model: nn.Module) -> None:

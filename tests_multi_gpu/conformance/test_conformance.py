@@ -3,7 +3,6 @@ data, over two optimiser steps; or a refusal before anything is lost."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -123,7 +122,7 @@ def skip_without(cell: Cell) -> None:
 def train(cell: Cell) -> dict[str, float]:
     """Trains two steps beside the truth and returns every error found, by name. Runs on every rank."""
     model = build(cell)
-    reference = copy.deepcopy(model).double()
+    reference = cell.built.truth(model)
     session = SESSIONS[cell.engine](cell, model)
     if not cell.refused:
         facts = liger_dist.explain(session.inner).facts
@@ -343,7 +342,7 @@ def rounding(cell: Cell) -> dict[str, float]:
     model = build(cell)
     if cell.engine == "zero":
         model.to(torch.bfloat16)
-    reference = copy.deepcopy(model).double()
+    reference = cell.built.truth(model)
     session = SESSIONS[cell.engine](cell, model)
     batches = batches_of(cell, session, 0)
     (loss,) = run_micro_batches(session, batches)

@@ -209,6 +209,7 @@ REPORTS: dict[str, Report] = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.smoke
 @pytest.mark.parametrize("name", REPORTS)
 def test_the_report_on_two_ranks(name: str, workers_2: Workers) -> None:

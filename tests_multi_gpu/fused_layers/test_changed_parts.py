@@ -239,6 +239,7 @@ def mean_over(dim: int, projection: str) -> Callable[[Any], None]:
 SHAPES = {"one feature": one_feature} | {f"mean over dim {dim}": partial(mean_over, dim) for dim in range(3)}
 
 
+@pytest.mark.nightly
 @pytest.mark.cover("values")
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 @pytest.mark.parametrize("projection", ["gate_proj", "up_proj"])

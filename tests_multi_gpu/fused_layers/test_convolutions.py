@@ -137,6 +137,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Package]:
     return installed
 
 
+@pytest.mark.nightly
 @pytest.mark.smoke
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("family", RECURRENCES)

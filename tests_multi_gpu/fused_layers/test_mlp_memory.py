@@ -363,3 +363,5 @@ def test_tiles_without_kernels_or_gated_mlps_are_refused() -> None:
     with pytest.raises(liger_dist.LigerDistError, match="has no gated MLP that is computed by kernels"):
         liger_dist.wrap(model, "none", config=liger_dist.WrapConfig(mlp_tile_tokens=TILE))
     assert {name: type(module) for name, module in model.named_modules()} == before
+    with pytest.raises(liger_dist.LigerDistError, match="has no gated MLP that is computed by kernels"):
+        liger_dist.wrap(make_model("qwen3_moe"), "none", config=liger_dist.WrapConfig(mlp_tile_tokens=TILE))

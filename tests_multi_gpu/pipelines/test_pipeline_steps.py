@@ -152,6 +152,17 @@ def checkpointed(schedule: str) -> dict[str, float]:
         return errors_of_step("llama", schedule, "fsdp2")
 
 
+@pytest.mark.parametrize("name", ["CPU offload", "units of two layers"])
+def test_pipeline_with_options_of_fsdp2(name: str, workers_4: Workers) -> None:
+    for errors in workers_4.run(with_option, name):
+        assert_below(errors, 1e-9)
+
+
+def with_option(name: str) -> dict[str, float]:
+    options = {"CPU offload": {"cpu_offload": True}, "units of two layers": {"layers_per_unit": 2}}[name]
+    return errors_of_step("llama", "1F1B", "fsdp2", **options)
+
+
 def test_pipeline_in_bf16_is_close(workers_4: Workers) -> None:
     """Hidden states go from stage to stage in ``param_dtype``."""
     for errors in workers_4.run(errors_of_step_in_bf16):

@@ -78,6 +78,7 @@ DAMAGES = [
 ]
 
 
+@pytest.mark.nightly
 @pytest.mark.cover("values")
 @pytest.mark.parametrize(("damage", "name"), DAMAGES)
 def test_a_damaged_checkpoint_is_passed_over(

@@ -100,6 +100,7 @@ def test_biases_move_by_the_counts_of_all_ranks(
             assert torch.equal(bias.cpu(), truth.cpu())
 
 
+@pytest.mark.nightly
 def test_a_run_is_balanced_resumed_and_exported(data: Path, cache: Path, tmp_path: Path) -> None:
     """Also the average of the weights, which has no buffers."""
     base = made()

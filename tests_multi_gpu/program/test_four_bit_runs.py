@@ -64,6 +64,7 @@ def merged_experts(base: Path) -> list[tuple[str, torch.Tensor]]:
     return [(name, getattr(module, stack.name)) for name, module, stack in four_bit_stacks(quantised)]
 
 
+@pytest.mark.nightly
 def test_a_mixture_by_strategy(workers_2: Workers, data: Path, cache: Path, tmp_path: Path) -> None:
     """LoRA on experts of 4 bits, and on linear layers: losses of one process, under FSDP2 loaded shard by shard."""
     base = write_base(cache, tmp_path / "base", family="qwen3_moe")

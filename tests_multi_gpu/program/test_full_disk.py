@@ -50,6 +50,7 @@ def run_until_full(config: TrainConfig, folder: Path, *, keep: int) -> str:
     return str(refused.value)
 
 
+@pytest.mark.nightly
 @ON_CPUS
 def test_a_disk_that_is_full_of_everything_else(data: Path, cache: Path, tmp_path: Path, small_disk: Path) -> None:
     """Each place where a run writes is refused with its name, and nothing incomplete stays."""
@@ -72,6 +73,7 @@ def test_a_disk_that_is_full_of_everything_else(data: Path, cache: Path, tmp_pat
     (small_disk / "filler").unlink()
 
 
+@pytest.mark.nightly
 @ON_CPUS
 def test_metrics_on_a_full_disk(data: Path, cache: Path, small_disk: Path) -> None:
     """``metrics.jsonl``, TensorBoard's file, ``config.yaml`` and ``data.json`` are in the output folder."""
@@ -107,6 +109,7 @@ def test_a_full_disk_is_one_sentence(
     assert not list((tmp_path / "run" / "checkpoints").glob("*.partial"))
 
 
+@pytest.mark.nightly
 def test_a_disk_that_becomes_full(data: Path, cache: Path, small_disk: Path, trained: Path) -> None:
     """The first checkpoint fits, the second does not; and the run goes on from the first where there is room."""
     settings: dict[str, Any] = {"strategy": "none", "eval_every": 50}

@@ -76,6 +76,7 @@ def started(script: str, *options: str, **variables: str) -> subprocess.Complete
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("script", "variables", "sentence"),
     [

@@ -133,6 +133,7 @@ def test_a_stream_goes_on_within_a_long_text(
     assert again.counts([again.state()]) == stream.counts([stream.state()])
 
 
+@pytest.mark.nightly
 def test_a_run_trains_on_one_long_text(books: dict[str, Path], tokenizer_folder: Path, tmp_path: Path) -> None:
     train(short(books["one"], tokenizer_folder, tmp_path, sequence_length=512, batch_size=1, eval_fraction=0.0))
     (source,) = counts_in(tmp_path / "run")["sources"]
@@ -208,6 +209,7 @@ def test_a_row_group_of_parquet_is_decoded_a_few_times(tmp_path: Path) -> None:
     assert len(find_source(str(tmp_path / "3000.parquet")).parts(1, ranks=24)) == 24
 
 
+@pytest.mark.nightly
 @pytest.mark.smoke
 @pytest.mark.parametrize(
     "kind", ["prepended", "metaspace_first", "metaspace_always", "byte_level", "line_breaks_are_spaces"]

@@ -161,6 +161,7 @@ def test_export_of_full_weights_has_no_base(trained: Path, tmp_path: Path) -> No
         export(trained, tmp_path / "exported", step=None, base=tmp_path)
 
 
+@pytest.mark.nightly
 @pytest.mark.smoke
 @pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
 def test_lora_export_unties_what_it_changes(target: str, data: Path, cache: Path, tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ def run(config: TrainConfig) -> None:
     train(config)
 
 
+@pytest.mark.nightly
 def test_mtp_run_reports_each_depth_and_exports_the_modules(data: Path, cache: Path, tmp_path: Path) -> None:
     config = config_for(data, cache, tmp_path / "run", **ALONE, **SHORT)
     train(config)

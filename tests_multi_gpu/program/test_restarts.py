@@ -77,6 +77,7 @@ def test_a_restart_goes_on_and_a_new_run_is_refused(
     assert len(metrics_of(tmp_path)) == 2
 
 
+@pytest.mark.nightly
 def test_a_job_that_its_queue_starts_again_goes_on(
     data: Path, cache: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,6 +130,7 @@ def test_content_that_was_lost_is_one_sentence(data: Path, cache: Path, trained:
         train(config_for(data, cache, tmp_path / "run", **ALONE, resume=True, steps=13))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "value"), [("tie_word_embeddings", True), ("num_key_value_heads", 4), ("rms_norm_eps", 1e-3)]
 )
@@ -274,6 +276,7 @@ def test_errors_before_ranks_meet_are_said_once_on_each_machine(
     assert waits == [WAIT_FOR_SPEAKER]
 
 
+@pytest.mark.nightly
 def test_what_two_processes_refuse_is_the_last_line(tmp_path: Path) -> None:
     """Once, though either may find it first."""
     start = [sys.executable, "-m", "liger_dist_train", "train", "--nproc_per_node", "2", "--learnin_rate", "3"]

@@ -105,6 +105,7 @@ def test_a_checkpoint_before_the_first_step_changes_nothing(data: Path, cache: P
     assert len(losses[0]) == 3
 
 
+@pytest.mark.nightly
 def test_a_moving_average_is_evaluated_saved_and_resumed(
     workers_2: Workers, data: Path, cache: Path, tmp_path: Path
 ) -> None:

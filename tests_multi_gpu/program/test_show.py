@@ -196,6 +196,7 @@ def test_what_is_said_after_a_failure(tmp_path: Path) -> None:
     assert outcome(given, began + 60) == "", "of an earlier run"
 
 
+@pytest.mark.nightly
 def test_a_killed_process_leaves_the_way_on(data: Path, cache: Path, tmp_path: Path) -> None:
     """Below torchrun's words: what is saved, or the error of the process that has failed."""
     config = config_for(data, cache, tmp_path / "run", steps=400, checkpoint_every=2, eval_every=0)

@@ -137,6 +137,7 @@ def test_the_place_of_a_row_is_its_line(tmp_path: Path) -> None:
     assert "holds list instead of an object" in rows[3].reason
 
 
+@pytest.mark.nightly
 def test_a_long_text_has_the_tokens_of_the_whole(tokenizer: Any, tmp_path: Path) -> None:
     text = "".join(f"def f{i}(x):\n\n    return x + {i}\n" for i in range(20000)) + "ÄÖ€😀 " * 100000
     assert len(text) > 3 * TEXT_PART

@@ -158,6 +158,7 @@ def test_the_learning_rate_of_a_row_is_that_of_its_step(data: Path, cache: Path,
     assert rates[3] < rates[2]
 
 
+@pytest.mark.nightly
 def test_a_profiler_trace_on_request(data: Path, cache: Path, tmp_path: Path) -> None:
     train(config_for(data, cache, tmp_path, strategy="none", steps=3, stop_at_step=2, profile_step=2))
     assert "traceEvents" in (tmp_path / "trace-rank0.json").read_text()

@@ -103,6 +103,7 @@ def test_a_checkpoint_cut_off_half_way_is_not_taken(data: Path, cache: Path, tra
     assert [row["step"] for row in metrics_of(tmp_path / "run")] == list(range(1, 13))
 
 
+@pytest.mark.nightly
 def test_a_run_with_dropout_resumes_exactly(data: Path, cache: Path, tmp_path: Path) -> None:
     from transformers import GPT2Config
 

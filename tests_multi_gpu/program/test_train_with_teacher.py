@@ -23,6 +23,7 @@ def settings(data: Path, cache: Path, folder: Path, teacher: Path | str, **chang
     )
 
 
+@pytest.mark.nightly
 def test_a_student_that_equals_its_teacher(data: Path, cache: Path, tmp_path: Path) -> None:
     """The divergence of the first step is 0, its held-out loss that of the text."""
     runs: dict[str, dict[str, Any]] = {

@@ -35,6 +35,7 @@ PAGES = [
     *(page for part in ("", "hosts/", "benchmarks/") for page in sorted(DOCS.glob(f"{part}*.md"))),
 ]
 GENERATED = (
+    "combinations.md",
     "families.md",
     "packed_families.md",
     "support_matrix.md",

@@ -62,6 +62,7 @@ def test_a_cuda_graph_trains_as_without_one(tmp_path: Path) -> None:
     assert SHOWN["cuda_graph.py"] in said
 
 
+@pytest.mark.nightly
 def test_a_draft_head_gives_more_tokens_for_each_run(tmp_path: Path) -> None:
     said = run_command(["python", str(ROOT / "docs" / "examples" / "draft_head.py")], tmp_path)
     assert re.search(as_pattern(SHOWN["draft_head.py"]), said)

@@ -94,6 +94,41 @@ def errors_beside_torchao(layout: str, recipe: Any) -> tuple[dict[str, float], f
     return errors, relative_error(*gradients), {"Float8Linear": len(swapped), "lm_head": lm_head_kind}
 
 
+def test_gradients_of_lora_under_checkpointing(workers_2: Workers) -> None:
+    """Base layers in float8 have the gradients of torchao's, for LoRA beside them."""
+    pytest.importorskip("peft")
+    for errors in workers_2.run(as_they_are, errors_of_lora):
+        assert len(errors) == 28
+        assert_below(errors, TOLERANCE)
+
+
+def errors_of_lora() -> dict[str, float]:
+    """Of every gradient, against torchao's layers under PEFT, unwrapped."""
+    from peft import LoraConfig, get_peft_model
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    def adapted(model: Any) -> Any:
+        torch.manual_seed(1)
+        settings = LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
+        return get_peft_model(model, settings).to(compute_device()).train()
+
+    device, world = compute_device(), dist.get_world_size()
+    model, reference = (adapted(make_wide_model()) for _ in range(2))
+    settings = replace(Float8LinearConfig.from_recipe_name("tensorwise"), emulate=device.type == "cpu")
+    settings = replace(settings, pad_inner_dim=True)
+    layers = reference.get_base_model().model.layers
+    convert_to_float8_training(layers, config=settings, module_filter_fn=lambda _, name: "lora_" not in name)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.enable_input_require_grads()
+    for rank in range(world):
+        reference(**make_batch(rank)).loss.backward()
+    truth = {name: p.grad / world for name, p in reference.named_parameters() if p.grad is not None}
+    wrapped: Any = liger_dist.wrap(model, liger_dist.FSDP2(float8="tensorwise"))
+    wrapped(**make_batch(dist.get_rank()), use_cache=False).loss.backward()
+    got = {name: full(p.grad) for name, p in wrapped.named_parameters() if p.grad is not None}
+    return {name: relative_error(got[name], gradient) for name, gradient in truth.items()}
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_model_on_the_meta_device_accumulation_and_verify(recipe: str, workers_2: Workers) -> None:
     for losses, verdict in workers_2.run(as_they_are, losses_of_ways, recipe):

@@ -10,8 +10,10 @@ import on_device
 import pytest
 import torch
 import torch.distributed as dist
+from distilled import divergences
 from harness import Workers
 from models import VOCAB_SIZE, assert_below, full, make_batch
+from mtp_models import add_mtp
 from torch.distributed.device_mesh import init_device_mesh
 from truth import relative_error
 
@@ -99,11 +101,7 @@ def errors_of_a_step(mesh_name: str, family: str, rows: str, options: dict[str, 
     """Of the loss, averaged over ranks, and of every gradient."""
     options = dict(options or {})
     mesh = mesh_of(mesh_name)
-    model = build(family, tied=options.pop("tied", False))
-    lora = options.pop("lora", None)
-    if lora is not None:
-        model = with_adapters(model, **lora)
-    reference = copy.deepcopy(model).double()
+    model, reference = with_reference(family, options)
     if options.pop("checkpointing", False):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     micro_batches, gives_items = options.pop("micro_batches", 1), options.pop("gives_items", False)
@@ -127,6 +125,20 @@ def errors_of_a_step(mesh_name: str, family: str, rows: str, options: dict[str, 
     got = {name: full(p.grad) for name, p in wrapped.named_parameters() if p.requires_grad}
     trained = {name: parameter for name, parameter in reference.named_parameters() if parameter.requires_grad}
     return errors | {name: relative_error(got[name], parameter.grad) for name, parameter in trained.items()}
+
+
+def with_reference(family: str, options: dict[str, Any]) -> tuple[Any, Any]:
+    """Returns a model with ``tied``, ``lora`` and ``four_bits`` of ``options``, and the same in fp64."""
+    if options.pop("four_bits", False):
+        from quantized import adapted, in_fp64
+
+        model = adapted({}, {}).train()
+        return model, in_fp64(model, {}, {})
+    model = build(family, tied=options.pop("tied", False))
+    lora = options.pop("lora", None)
+    if lora is not None:
+        model = with_adapters(model, **lora)
+    return model, copy.deepcopy(model).double()
 
 
 def with_adapters(model: Any, **options: Any) -> Any:
@@ -183,13 +195,51 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "LoRA": {"lora": {}},
     "LoRA, frozen weights replicated": {"lora": {}, "frozen": "replicate"},
     "DoRA": {"lora": {"use_dora": True}},
+    "LoRA on 4 bits": {"four_bits": True},
+    "CPU offload": {"cpu_offload": True},
+    "units of two layers": {"layers_per_unit": 2},
 }
 
 
 @pytest.mark.nightly(name=["compiled layers"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options(name: str, workers_2: Workers) -> None:
+    if name == "LoRA on 4 bits":
+        pytest.importorskip("bitsandbytes")
     assert_exact(workers_2.run(errors_of_a_step, "sp 2", "Llama, one key head", "packed", OPTIONS[name]))
+
+
+@pytest.mark.parametrize("lm_head", ["gather", "vocab_parallel"])
+@pytest.mark.parametrize("objective", ["outputs", "distillation"])
+def test_other_objectives(objective: str, lm_head: str, workers_2: Workers) -> None:
+    assert_exact(workers_2.run(errors_of_objective, objective, lm_head))
+
+
+def errors_of_objective(objective: str, lm_head: Any) -> dict[str, float]:
+    """Of every gradient: log-probabilities and entropies in an objective of the caller, or a teacher."""
+    mesh = mesh_of("sp 2")
+    model, teacher = build("Llama, one key head"), build("Qwen2, two key heads").eval()
+    reference, true_teacher = copy.deepcopy(model).double(), copy.deepcopy(teacher).double()
+    wrapped = liger_dist.wrap(model, liger_dist.FSDP2(mesh=mesh, lm_head=lm_head))
+    (batch,) = batches(mesh, "texts")
+    shard, inputs = liger_dist.shard_sequence(batch, mesh), {"input_ids": batch["input_ids"], "use_cache": False}
+    labels, logits = batch["labels"][:, 1:].flatten(), reference(**inputs).logits[:, :-1].flatten(0, 1)
+    valid = labels != -100
+    if objective == "outputs":
+        output = wrapped(**shard, use_cache=False, outputs=("log_prob", "entropy"), differentiable=True)
+        # FSDP2 averages gradients over the ranks.
+        (dist.get_world_size() * (output.log_prob.sum() + 0.3 * output.entropy.sum())).backward()
+        log_probs = logits.log_softmax(-1)
+        of_labels = log_probs.gather(-1, labels.clamp_min(0)[:, None])[:, 0]
+        (of_labels - 0.3 * (log_probs.exp() * log_probs).sum(-1))[valid].sum().backward()
+    else:
+        teacher = liger_dist.wrap(teacher, liger_dist.FSDP2(mesh=mesh))
+        liger_dist.distillation_loss(wrapped, teacher, **shard, use_cache=False).loss.backward()
+        with torch.no_grad():
+            teacher_logits = true_teacher(**inputs).logits[:, :-1].flatten(0, 1)
+        divergences(logits, teacher_logits)[valid].mean().backward()
+    got = {name: full(parameter.grad) for name, parameter in wrapped.named_parameters()}
+    return {name: relative_error(got[name], parameter.grad) for name, parameter in reference.named_parameters()}
 
 
 def evaluated(mesh_name: str) -> dict[str, float]:
@@ -353,6 +403,8 @@ def refused(case: str) -> str:
         model = PhimoeForCausalLM(PhimoeConfig(vocab_size=101, **sizes))
     if case == "both directions":
         model.config.use_bidirectional_attention = True
+    if case == "further tokens":
+        model = add_mtp(model, depth=1, dtype=torch.float32)
     if case == "prompts":
         from peft import PromptTuningConfig, get_peft_model
 
@@ -387,6 +439,7 @@ REFUSED = {
     "positions": "it does not compute positions from position_ids alone",
     "windows in the mask": "its layers do not pass sliding_window",
     "both directions": "its attention is not causal",
+    "further tokens": "predicts further tokens, which other ranks hold; leave out the axis",
     "prompts": "PEFT puts prompt tokens before",
     "another attention": "was set to 'sdpa' after wrap",
     "dynamic": "depends on the sequence length",

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from harness import Workers
 from hosts import watched
 from models import assert_below, full, make_batch, make_config, relative_errors, true_loss_sum
+from mtp_models import add_mtp, true_mtp_losses
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -450,6 +451,83 @@ def refusal_of_columns() -> str:
         liger_dist.wrap(model, "auto")
     assert instance_state(model) == before
     return str(caught.value)
+
+
+@pytest.mark.parametrize("layout", [FSDP, FSDP_EP, EP], ids=str)
+def test_lora_on_a_sharded_model(layout: Layout, checkpoints: dict[str, str], workers_2: Workers) -> None:
+    """Exact where ranks have the same tokens. FSDP2 does not know parameters that are added after it."""
+    skip_without(layout)
+    for found in workers_2.run(with_lora, layout, checkpoints[layout.checkpoint]):
+        if layout.name == EP.name:
+            assert_below(found, layout.tolerance)
+        else:
+            assert "nothing averages the gradients of" in found
+            assert "after transformers has sharded" in found
+
+
+def with_lora(layout: Layout, folder: str, parameters: tuple[str, ...] = ()) -> str | dict[str, float]:
+    """Errors of every gradient, or the sentence of the refusal."""
+    import peft
+
+    def adapted(model: Any) -> Any:
+        options: dict[str, Any] = {"target_modules": ["q_proj", "v_proj"], "target_parameters": [*parameters]}
+        settings = peft.LoraConfig(r=2, init_lora_weights=False, **options)
+        return peft.get_peft_model(model, settings, autocast_adapter_dtype=False).train()
+
+    dtype = layout.dtype
+    model, reference = (adapted(load(layout, folder, dtype=dtype, sharded=sharded)) for sharded in (True, False))
+    values, before = dict(model.named_parameters()), instance_state(model)
+    with torch.no_grad():
+        for name, parameter in reference.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(full(values[name]))
+    try:
+        wrapped: Any = liger_dist.wrap(model)
+    except liger_dist.LigerDistError as error:
+        assert instance_state(model) == before
+        return str(error)
+    batch = make_batch(0)
+    wrapped(**batch, use_cache=False).loss.backward()
+    total, count = true_loss_sum(reference, batch)
+    (total / count).backward()
+    truths = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
+    found = {name: full(p.grad) for name, p in wrapped.named_parameters() if p.grad is not None}
+    return relative_errors(found, truths, floor=1e-4)
+
+
+def test_lora_on_experts_of_several_ranks_is_refused(checkpoints: dict[str, str], workers_2: Workers) -> None:
+    skip_without(EP)
+    for sentence in workers_2.run(with_lora, EP, checkpoints[EP.checkpoint], ("mlp.experts.gate_up_proj",)):
+        assert "experts that transformers has put on several ranks" in sentence
+
+
+@pytest.mark.parametrize("layout", [FSDP, FSDP_EP, EP], ids=str)
+def test_further_tokens_of_a_sharded_model(layout: Layout, checkpoints: dict[str, str], workers_2: Workers) -> None:
+    skip_without(layout)
+    for found in workers_2.run(with_further_tokens, layout, checkpoints[layout.checkpoint]):
+        if layout.name == EP.name:
+            assert_below(found, layout.tolerance)
+        else:
+            assert "is sharded already; add MultiTokenPrediction to the full model" in found
+
+
+def with_further_tokens(layout: Layout, folder: str) -> str | dict[str, float]:
+    reference = add_mtp(load(layout, folder, dtype=layout.dtype, sharded=False), depth=1, dtype=layout.dtype)
+    model = load(layout, folder, dtype=layout.dtype).train()
+    try:
+        add_mtp(model, depth=1, dtype=layout.dtype)
+    except liger_dist.LigerDistError as error:
+        return str(error)
+    model.mtp.load_state_dict(reference.mtp.state_dict())
+    wrapped: Any = liger_dist.wrap(model)
+    batch = make_batch(0)
+    wrapped(**batch, use_cache=False).loss.backward()
+    weights = (reference.mtp.main_weight, *reference.mtp.weights)
+    losses = true_mtp_losses(reference, batch)
+    sum(weight * total / count for weight, (total, count) in zip(weights, losses, strict=True)).backward()
+    truths = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
+    found = {name: full(p.grad) for name, p in wrapped.named_parameters() if p.grad is not None}
+    return relative_errors(found, truths, floor=1e-4)
 
 
 def test_wrap_waits_for_the_ranks_that_will_average(workers_4: Workers) -> None:
