@@ -67,6 +67,14 @@ def code(text: str) -> set[str]:
     return set(re.findall(r"`([^`]+)`", text))
 
 
+def test_pages_by_hand_are_short() -> None:
+    """README and the pages for users; the register of remembered facts is for maintainers."""
+    skipped = {*GENERATED, "remembered_facts.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"}
+    words = {file.name: len(file.read_text().split()) for file in PAGES if file.name not in skipped}
+    assert len(words) > 40
+    assert sum(words.values()) <= 45_000, dict(sorted(words.items(), key=lambda item: -item[1])[:10])
+
+
 def test_the_launch_page_names_every_launch_file() -> None:
     text = page("launch.md")
     for file in LAUNCH.iterdir():
