@@ -142,6 +142,12 @@ class TrainConfig(TrainOptions):
                 f"{self.compile}, none of which works on weights of 4 bits; leave them out."
             )
 
+    def _check_dry_run(self) -> None:
+        for name in ("world_size", "gpu"):
+            given = getattr(self, name)
+            if given is not None and not self.dry_run:
+                raise LigerDistError(f"--{name} is {given}; it is for --dry_run, a run has the GPUs it is started on.")
+
     def _check_choices(self) -> None:
         has_lora_options = (self.lora_alpha, self.lora_dropout, self.lora_targets) != (16.0, 0.0, ["all-linear"])
         if has_lora_options and not self.lora_rank:
@@ -180,8 +186,7 @@ class TrainConfig(TrainOptions):
             raise LigerDistError(f"--resume_step is {self.resume_step} but --resume is false; give --resume true, too.")
         if self.resume and self.overwrite:
             raise LigerDistError("--resume and --overwrite are both true; go on from the checkpoints, or remove them.")
-        if self.world_size is not None and not self.dry_run:
-            raise LigerDistError(f"--world_size is {self.world_size}; it is for --dry_run, torchrun starts processes.")
+        self._check_dry_run()
         if (self.strategy == "deepspeed") != (self.deepspeed is not None):
             raise LigerDistError(
                 f"--strategy is {self.strategy} and --deepspeed is {self.deepspeed}; expected both or none: "

@@ -251,8 +251,11 @@ class TrainOptions:
     )
     gc_every: int = option(0, "steps between garbage collections, on all ranks together; 0: when Python likes")
     profile_step: Optional[int] = option(None, "write a profiler trace of that step, trace-rank*.json")
-    dry_run: bool = option(False, "print what each rank would hold in memory, and allocate nothing")
+    dry_run: bool = option(False, "print each rank's memory and the time of a step as planned, and allocate nothing")
     world_size: Optional[int] = option(None, "dry_run: how many ranks; default: those that are running")
+    gpu: Optional[Literal["H100", "H200", "A100", "B200"]] = option(
+        None, "dry_run: whose time is predicted; default: this machine's"
+    )
 
 
 FIRST_OF_SECTION = {

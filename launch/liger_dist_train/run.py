@@ -58,6 +58,7 @@ from .samples import Samples
 from .show import check_first_rows
 from .stream import StreamedData
 from .teacher import Teacher, check_teacher
+from .time_plan import describe_time
 from .trainer import InterruptedStepError, Progress, Trainer, write_counts
 
 
@@ -485,6 +486,7 @@ def _plan(config: TrainConfig) -> None:
         if config.load_in_4bit:
             print("".join(f"{line}\n" for line in four_bit_sentences(*reach, config)), end="")
         print(plan(config, dims, model, model_config, teacher_config))
+        print(describe_time(config, dims, model, model_config, config.gpu))
 
 
 def _say(text: str) -> None:
