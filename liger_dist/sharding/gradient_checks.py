@@ -71,8 +71,11 @@ def warn_of_experts(model: nn.Module, structure: Structure) -> None:
 def _experts(layers: Iterable[nn.Module], counts: frozenset[int]) -> Iterator[nn.Module]:
     for layer in layers:
         for module in layer.modules():
-            is_list = isinstance(module, nn.ModuleList | nn.ModuleDict) and len(module) in counts
-            if is_list and any(parameter.requires_grad for parameter in module.parameters()):
+            if not isinstance(module, nn.ModuleList | nn.ModuleDict):
+                continue
+            # NLLB-MoE holds a dropout beside its experts.
+            with_weights = [part for part in module.children() if any(True for _ in part.parameters())]
+            if len(with_weights) in counts and any(parameter.requires_grad for parameter in module.parameters()):
                 yield module
 
 

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from truth import relative_error
 
 import liger_dist
+from liger_dist.model.structure import find_structure
+from liger_dist.sharding.gradient_checks import warn_of_experts
 from liger_dist.sharding.process_groups import compute_device
 
 TIME_LIMIT = 100.0
@@ -99,6 +101,18 @@ def test_fsdp2_warns_of_experts_as_modules_and_fsdp1_trains_them(strategy: str, 
         else:
             assert not warned
             assert max(errors.values()) < 1e-6
+
+
+def test_experts_as_modules_beside_a_dropout_are_warned_of() -> None:
+    from transformers import NllbMoeConfig, NllbMoeForConditionalGeneration
+
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_layers": 1, "decoder_layers": 1}
+    sizes = {"d_model": 16, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "vocab_size": VOCAB_SIZE, "num_experts": 4}
+    model = NllbMoeForConditionalGeneration(
+        NllbMoeConfig(**heads, **sizes, encoder_sparse_step=1, decoder_sparse_step=1)
+    )
+    with pytest.warns(UserWarning, match=r"layers\.0\.ffn\.experts hold experts as modules"):
+        warn_of_experts(model, find_structure(model))
 
 
 class Experts(nn.Module):
