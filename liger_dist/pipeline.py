@@ -255,15 +255,17 @@ def pipeline_step(
     given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     stages: list[Any] = []
     refusal, batch, items = None, "", None
+    trained: dict[int, bool] = {}
     try:
         stages = _stages_of(schedule)
+        trained = _trained_stages(schedule, stages)
         batch = _checked(schedule, stages, {"input_ids": input_ids, "labels": labels} | given)
         items = None if num_items_in_batch is None else _one_number(num_items_in_batch, labels.device)
     except Exception as error:
         refusal = error
     passes = "forward and backward" if torch.is_grad_enabled() else "a forward"
     counted = f"num_items_in_batch {'left out' if num_items_in_batch is None else 'given'}"
-    _agree(refusal, stages[0].group if stages else None, batch, f"{passes}, {counted}")
+    _agree(refusal, stages[0].group if stages else None, batch, f"{passes}, {counted}", trained)
     is_first = any(stage.is_first for stage in stages)
     last = next((stage.submod for stage in stages if stage.is_last), None)
     count = schedule._n_microbatches
@@ -376,24 +378,35 @@ def _checksum(tensor: Tensor) -> Tensor:
     return total
 
 
-def _agree(refusal: Exception | None, group: dist.ProcessGroup | None, batch: str, step: str) -> None:
+def _trained_stages(schedule: Any, stages: list[Any]) -> dict[int, bool]:
+    """Says of the stages of this rank if any parameter trains; empty where a step needs no such thing."""
+    if not torch.is_grad_enabled() or not _splits_backward(schedule):
+        return {}
+    return {stage.stage_index: any(p.requires_grad for p in stage.submod.parameters()) for stage in stages}
+
+
+def _agree(
+    refusal: Exception | None, group: dist.ProcessGroup | None, batch: str, step: str, trained: dict[int, bool]
+) -> None:
     """Exchanges refusals, and descriptions of batches and steps, over all ranks.
 
     Args:
         group: of the ranks of a pipeline, which have the same batch.
         step: same on all ranks.
+        trained: of :func:`_trained_stages`.
 
     Raises:
-        LigerDistError: on all ranks, if one refuses, or if ranks of a pipeline have different batches.
+        LigerDistError: on all ranks, if one refuses, if ranks of a pipeline have different batches, or if their
+            schedule would lose gradients.
     """
     sentence = None if refusal is None else str(refusal)
-    all_ranks = gathered((sentence, dist.get_process_group_ranks(group), batch, step))
+    all_ranks = gathered((sentence, dist.get_process_group_ranks(group), batch, step, trained))
     if refusal is not None:
         raise refusal
     refusals = dict.fromkeys(sentence for sentence, *_ in all_ranks if sentence is not None)
     if refusals:
         raise LigerDistError(f"another rank refused a step of the pipeline: {' '.join(refusals)}")
-    steps = dict.fromkeys(other for *_, other in all_ranks)
+    steps = dict.fromkeys(other for *_, other, _ in all_ranks)
     if len(steps) > 1:
         raise LigerDistError(f"ranks called pipeline_step for different steps: {'; '.join(steps)}; expected one.")
     for _, ranks, *_ in all_ranks:
@@ -402,6 +415,15 @@ def _agree(refusal: Exception | None, group: dist.ProcessGroup | None, batch: st
             raise LigerDistError(
                 f"the ranks {ranks} of a pipeline called pipeline_step with different batches: {'; '.join(different)}. "
                 "Give all of them the same batch."
+            )
+        of_pipeline = {index: trains for rank in ranks for index, trains in all_ranks[rank][4].items()}
+        first = min((index for index, trains in of_pipeline.items() if trains), default=0)
+        # torch finds the products of weights on the way from the loss to the input of a stage, if it has a gradient.
+        if first > 0:
+            raise LigerDistError(
+                f"stage {first} trains and all stages before it are frozen, but the schedule runs the backward of "
+                f"weights after that of inputs, and would lose the gradients of stage {first}; choose Schedule1F1B or "
+                "ScheduleInterleaved1F1B."
             )
 
 

@@ -10,6 +10,7 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.nn.utils.parametrize import is_parametrized
 
 from liger_dist.errors import LigerDistError
@@ -304,11 +305,19 @@ def _stacks(root: nn.Module, declared: frozenset[str]) -> Iterator[tuple[tuple[n
         for child in owner.children():
             if not isinstance(child, nn.ModuleList):
                 continue
-            layers = [layer for layer in child if not isinstance(layer, Absent)]
+            layers = [layer for layer in map(_without_checkpoint, child) if not isinstance(layer, Absent)]
             if not layers:
                 continue
             if all(_is_one_of(layer, declared) for layer in layers) if declared else len({*map(type, layers)}) == 1:
                 yield tuple(layers), owner
+
+
+def _without_checkpoint(layer: nn.Module) -> nn.Module:
+    """Returns the layer inside torch's ``checkpoint_wrapper``, whose forward then calls the hooks of the layer's unit,
+    as that of one that is applied after ``wrap`` does."""
+    inner = layer._checkpoint_wrapped_module if isinstance(layer, CheckpointWrapper) else layer
+    assert isinstance(inner, nn.Module)
+    return inner
 
 
 def _declared(model: nn.Module) -> frozenset[str]:
@@ -330,7 +339,7 @@ def _find_final_norm(parent: nn.Module, layers: tuple[nn.Module, ...]) -> nn.Mod
     if not layers:
         return None
     children = list(parent.children())
-    index = next(i for i, child in enumerate(children) if layers[-1] in child.children())
+    index = next(i for i, child in enumerate(children) if layers[-1] in map(_without_checkpoint, child.children()))
     after = [child for child in children[index + 1 :] if "norm" in type(child).__name__.lower()]
     return after[-1] if after else None
 

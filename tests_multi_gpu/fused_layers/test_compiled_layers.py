@@ -15,6 +15,7 @@ from full_tensors import full_gradients
 from harness import Workers
 from models import assert_below, make_batch, make_model
 from torch import Tensor
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from truth import relative_error
 
 import liger_dist
@@ -124,6 +125,27 @@ def test_other_lengths_are_not_compiled_one_by_one() -> None:
         wrapped(**texts(length)).loss.backward()
         graphs.append(counters["stats"]["unique_graphs"])
     assert graphs[1] == graphs[-1], graphs
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("way", ["before wrap", "before wrap, reentrant", "after wrap", "torch's"])
+def test_checkpointed_layers_are_compiled(way: str) -> None:
+    """Dynamo counts a checkpointed layer as one call; Inductor makes its kernels."""
+    from torch._inductor import metrics
+
+    metrics.reset()
+    model: Any = make_model("llama", dtype=torch.float32).train().to(compute_device())
+    if way.startswith("before"):
+        model.gradient_checkpointing_enable({"use_reentrant": "reentrant" in way})
+    if way == "torch's":
+        apply_activation_checkpointing(model, check_fn=lambda module: module in {*model.model.layers})
+    liger_dist.compile_layers(model)
+    wrapped = liger_dist.wrap(model, "none")
+    if way == "after wrap":
+        model.gradient_checkpointing_enable()
+    assert liger_dist.explain(model).compiled == "2 of 2"
+    wrapped(**texts(64)).loss.backward()
+    assert metrics.generated_kernel_count >= 10
 
 
 @pytest.mark.parametrize("strategy", [liger_dist.FSDP1, liger_dist.FSDP2])

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from harness import Workers
 from models import make_model
-from pipelined import Pipeline, make_rows, make_uncut
+from pipelined import SPLIT, Pipeline, make_rows, make_uncut
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -232,6 +232,23 @@ def refused_step(what: str) -> tuple[str, float | None]:
     with torch.set_grad_enabled(has_gradients), pytest.raises(expected) as caught:
         liger_dist.pipeline_step(schedule, **wrong)
     return str(caught.value), None if "global mean" in what else pipeline.step(batch)
+
+
+@pytest.mark.parametrize("schedule", SPLIT)
+def test_zero_bubble_refuses_frozen_first_stages(schedule: str, workers_2: Workers) -> None:
+    """The stage after them would have no gradients: torch finds products of weights on the way to the stage's input."""
+    for sentence in workers_2.run(frozen_at_first, schedule):
+        assert re.search("stage [12] trains and all stages before it are frozen.* choose Schedule1F1B", sentence)
+
+
+def frozen_at_first(schedule: str) -> str:
+    uncut = make_uncut("llama")
+    uncut.model.embed_tokens.requires_grad_(False)
+    uncut.model.layers[:2].requires_grad_(False)
+    pipeline = Pipeline(uncut, schedule)
+    with pytest.raises(liger_dist.LigerDistError) as caught:
+        pipeline.step(make_rows(0))
+    return str(caught.value)
 
 
 @pytest.mark.parametrize("by_caller", [False, True], ids=["by wrap", "by the caller"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 from unittest import mock
 
@@ -150,6 +151,31 @@ def checkpointed(schedule: str) -> dict[str, float]:
 
     with mock.patch("pipelined.make_uncut", made):
         return errors_of_step("llama", schedule, "fsdp2")
+
+
+TRAINED_PARTS = {"head": "lm_head", "last layers": r"layers\.[23]|norm|lm_head", "first layers": r"embed|layers\.[01]"}
+
+
+PARTLY_FROZEN = [(schedule, part) for schedule in ("1F1B", "Interleaved1F1B") for part in TRAINED_PARTS]
+
+
+@pytest.mark.parametrize(("schedule", "part"), [*PARTLY_FROZEN, ("ZBVZeroBubble", "first layers")])
+def test_pipeline_of_frozen_weights(schedule: str, part: str, workers_4: Workers) -> None:
+    for errors in workers_4.run(partly_frozen, schedule, TRAINED_PARTS[part]):
+        assert_below(errors, 1e-9)
+
+
+def partly_frozen(schedule: str, trained: str) -> dict[str, float]:
+    uncut = make_uncut("llama")
+    for name, parameter in uncut.named_parameters():
+        parameter.requires_grad_(re.search(trained, name) is not None)
+    pipeline = Pipeline(copy.deepcopy(uncut), schedule, data="fsdp2")
+    batches = [make_rows(rank) for rank in range(dist.get_world_size() // 2)]
+    loss, found = pipeline.step(batches[pipeline.data_rank]), pipeline.gradients()
+    truth = true_step(uncut, batches)[pipeline.data_rank]
+    truths = {name: p.grad for name, p in uncut.named_parameters() if name in pipeline.parameters and p.requires_grad}
+    errors = relative_errors(found, truths) if truths else dict.fromkeys(found, 1.0)
+    return errors | {"loss": 0.0 if loss is None else abs(loss - truth) / truth}
 
 
 @pytest.mark.parametrize("name", ["CPU offload", "units of two layers"])

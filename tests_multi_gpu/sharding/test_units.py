@@ -165,16 +165,29 @@ def _fail(*_: Any) -> None:
     raise ZeroDivisionError
 
 
-CHECKPOINTS = ("before wrap", "after wrap", "reentrant", "torch's, after wrap")
+CHECKPOINTS = ("before wrap", "after wrap", "reentrant", "torch's, before wrap", "torch's, after wrap")
 
 
 @pytest.mark.parametrize("way", CHECKPOINTS)
 def test_checkpointed_layers_in_units(way: str, workers_2: Workers) -> None:
-    for error in workers_2.run(checkpointed, way):
+    for error in workers_2.run(checkpointed, way, strategy_of(3)):
         assert error < TOLERANCE
 
 
-def checkpointed(way: str) -> float:
+WRAPPED: dict[str, Any] = {
+    "vocab-parallel": liger_dist.FSDP2(reduce_dtype=torch.float64, lm_head="vocab_parallel"),
+    "FSDP1": liger_dist.FSDP1(reduce_dtype=torch.float64),
+    "DDP": "ddp",
+}
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_layers_in_checkpoint_wrappers_of_torch(name: str, workers_2: Workers) -> None:
+    for error in workers_2.run(checkpointed, "torch's, before wrap", WRAPPED[name]):
+        assert error < TOLERANCE
+
+
+def checkpointed(way: str, strategy: Any) -> float:
     truth, model = make_deep(), make_deep()
     model.train()
     by_torch = partial(
@@ -184,17 +197,18 @@ def checkpointed(way: str) -> float:
     )
     if way == "before wrap":
         model.gradient_checkpointing_enable()
-    liger_dist.wrap(model, strategy_of(3))
+    if way == "torch's, before wrap":
+        by_torch(model)
+    wrapped = liger_dist.wrap(model, strategy)
     if way in ("after wrap", "reentrant"):
         model.gradient_checkpointing_enable({"use_reentrant": way == "reentrant"})
         model.enable_input_require_grads()
     if way == "torch's, after wrap":
         by_torch(model)
     for seed in range(2):
-        model(**batch(seed=seed)).loss.backward()
+        wrapped(**batch(seed=seed)).loss.backward()
         true_backward(truth, seed=seed)
-    wrapper = "_checkpoint_wrapped_module."
-    return worst({name.replace(wrapper, ""): gradient for name, gradient in full_gradients(model).items()}, truth)
+    return worst(full_gradients(wrapped), truth)
 
 
 def test_a_checkpoint_moves_between_groupings(workers_2: Workers, tmp_path: Path) -> None:
