@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import dataclasses
 import importlib
+import inspect
 import json
+import operator
 import re
 import subprocess
 import sys
@@ -73,6 +75,22 @@ def test_pages_by_hand_are_short() -> None:
     words = {file.name: len(file.read_text().split()) for file in PAGES if file.name not in skipped}
     assert len(words) > 40
     assert sum(words.values()) <= 45_000, dict(sorted(words.items(), key=lambda item: -item[1])[:10])
+
+
+def test_the_api_page_has_the_signatures_of_the_code() -> None:
+    rows = [
+        cells for cells in cells_of(section(page("api.md"), "## The main functions and classes")) if "`(" in cells[1]
+    ]
+    assert len(rows) >= 18
+    for names, takes, _ in rows:
+        signatures = re.findall(r"`\((.*?)\)`", takes)
+        for name, signature in zip(re.findall(r"`([\w.]+)`", names), signatures, strict=True):
+            parameters = inspect.signature(operator.attrgetter(name)(liger_dist)).parameters
+            for given in filter(lambda one: one and "…" not in one and not one.startswith("*"), signature.split(", ")):
+                argument, _, default = given.partition("=")
+                assert argument in parameters, f"{name}: {argument}"
+                if default:
+                    assert str(parameters[argument].default) == default.strip('"'), f"{name}: {given}"
 
 
 def test_the_launch_page_names_every_launch_file() -> None:
