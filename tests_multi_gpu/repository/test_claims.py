@@ -36,14 +36,7 @@ PAGES = [
     *sorted(ROOT.glob("*.md")),
     *(page for part in ("", "hosts/", "benchmarks/") for page in sorted(DOCS.glob(f"{part}*.md"))),
 ]
-GENERATED = (
-    "combinations.md",
-    "families.md",
-    "packed_families.md",
-    "support_matrix.md",
-    "benchmarks.md",
-    *(page.name for page in DOCS.glob("benchmarks/*.md")),
-)
+GENERATED = ("combinations.md", "families.md", "packed_families.md", "support_matrix.md", "benchmarks.md")
 LAUNCH = ROOT / "launch"
 PROGRAM = LAUNCH / "liger_dist_train"
 
@@ -70,10 +63,13 @@ def code(text: str) -> set[str]:
 
 
 def test_pages_by_hand_are_short() -> None:
-    """README and the pages for users; the register of remembered facts is for maintainers."""
-    skipped = {*GENERATED, "remembered_facts.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"}
-    words = {file.name: len(file.read_text().split()) for file in PAGES if file.name not in skipped}
-    assert len(words) > 40
+    """README and all pages that no command writes; signs of tables are no words."""
+    words = {
+        file.relative_to(ROOT).as_posix(): sum(bool(re.search(r"\w", word)) for word in file.read_text().split())
+        for file in (ROOT / "README.md", *DOCS.glob("*.md"), *DOCS.glob("hosts/*.md"))
+        if file.parent != DOCS or file.name not in GENERATED
+    }
+    assert len(words) > 50
     assert sum(words.values()) <= 45_000, dict(sorted(words.items(), key=lambda item: -item[1])[:10])
 
 
@@ -301,7 +297,8 @@ def test_families_are_counted_once() -> None:
     assert f"in {len(PRINCIPAL)} layouts of sharding (`make test-all`: {len(suite)} combinations" in text
     for file in PAGES:
         counts = re.findall(r"(?<![\d,.-])(\d{2,}) (?:model )?families\b", file.read_text())
-        assert not counts or file.name in ("packing.md", *GENERATED), f"{file.name} counts {counts} families"
+        is_generated = file.parent == DOCS / "benchmarks" or file.name in ("packing.md", *GENERATED)
+        assert not counts or is_generated, f"{file.name} counts {counts} families"
 
 
 REFUSED = {
