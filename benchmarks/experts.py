@@ -25,6 +25,19 @@ from .harness import Candidate, arguments, measure, save, show
 
 LAYERS = 4
 QWEN, GPT_OSS = "Qwen3-30B-A3B", "gpt-oss-20b"
+QWEN_SIZES: dict[str, Any] = {
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+}
 TOKENS = (2, 4096)
 EAGER_TOKENS = (8, 1024)
 """the eager function of attention has all scores of a sequence in memory"""
@@ -35,19 +48,7 @@ def config_of(shape: str) -> Any:
 
     if shape == GPT_OSS:
         return GptOssConfig(num_hidden_layers=LAYERS, num_local_experts=32)
-    return Qwen3MoeConfig(
-        vocab_size=151936,
-        hidden_size=2048,
-        intermediate_size=6144,
-        moe_intermediate_size=768,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        head_dim=128,
-        num_experts=128,
-        num_experts_per_tok=8,
-        norm_topk_prob=True,
-    )
+    return Qwen3MoeConfig(**QWEN_SIZES)
 
 
 def make_model(shape: str, attention: str = "sdpa") -> Any:

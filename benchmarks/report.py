@@ -207,7 +207,7 @@ def tables(page: Page, problems: Problems) -> Iterator[str]:
 
 
 def conditions(problems: Problems) -> str:
-    """Says by which releases a page was measured, and how far the rounds of its rows differ."""
+    """Names the releases that a page was measured with, and the spread of the rounds of its rows."""
     found: dict[str, set[str]] = {}
     for problem in problems.values():
         for name, version in problem["environment"]["versions"].items():

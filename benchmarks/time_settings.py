@@ -16,65 +16,13 @@ from liger_dist_train.layer_work import BF16
 from liger_dist_train.parallel_dims import parallel_dims_of
 from liger_dist_train.time_plan import CARDS, RATES, Rates, StepShape, TimePlan, predict, step_shape
 
+from .experts import QWEN_SIZES as MIXTURE
 from .harness import RESULTS
+from .small_models import SHAPES as SMALL
+from .training_ways import SHAPES, VOCAB_SIZE
 
-HUNDRED_28 = 128256
-LLAMA_8B: dict[str, Any] = {
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-}
-LLAMA_1B: dict[str, Any] = {
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "tie_word_embeddings": True,
-}
-EIGHT: dict[str, Any] = {
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-}
-QWEN3: dict[str, Any] = {
-    "vocab_size": 151936,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "tie_word_embeddings": True,
-}
-GEMMA3: dict[str, Any] = {
-    "vocab_size": 262144,
-    "hidden_size": 640,
-    "intermediate_size": 2048,
-    "num_hidden_layers": 18,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 1,
-    "head_dim": 256,
-    "sliding_window": 512,
-    "tie_word_embeddings": True,
-}
-MIXTURE: dict[str, Any] = {
-    "vocab_size": 151936,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-}
+LLAMA_8B, LLAMA_1B, EIGHT = (SHAPES[name] for name in ("Llama 8B", "Llama-3.2-1B, tied", "8 layers of 2048, untied"))
+QWEN3, GEMMA3 = (SMALL[name].config for name in ("Qwen3-0.6B", "Gemma3-270M"))
 FOREACH = 84 + 12
 """bytes of a parameter in torch's AdamW and clipping that are not fused: eight operations in turn, and two"""
 IN_BF16 = 7 * BF16 + BF16
@@ -151,7 +99,7 @@ def _steps() -> dict[str, StepShape]:
 def _step(setting: Setting) -> StepShape:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    model_config = AutoConfig.for_model(setting.model_type, **({"vocab_size": HUNDRED_28} | setting.shape))
+    model_config = AutoConfig.for_model(setting.model_type, **({"vocab_size": VOCAB_SIZE} | setting.shape))
     config = TrainConfig(
         dtype="bfloat16",
         batch_size=setting.sequences,

@@ -80,7 +80,7 @@ class Rates:
     packed: float = 0.71e-3
     """for each linear layer of 4 bits"""
     zero3: float = 23.7e-3
-    """for each layer under ZeRO-3, instead of all others"""
+    """for each layer under ZeRO-3, instead of the times above"""
 
 
 CARDS = {
@@ -427,15 +427,15 @@ def _exposed_backward(backward: Sequence[float], traffic: Sequence[Traffic], roo
 def host_seconds(shape: StepShape, card: Card, rates: Rates) -> tuple[float, float, float]:
     """Computes the host's time of a forward, a backward, and the update."""
     layer = rates.compiled if shape.is_compiled else rates.eager
-    own = shape.layers * layer
-    own += rates.lora * sum(unit.lora for unit in shape.units) * (0.5 if shape.is_compiled else 1.0)
-    own += rates.packed * sum(unit.packed for unit in shape.units)
-    again = FORWARD * own if shape.checkpoints else 0.0
+    layers = shape.layers * layer
+    layers += rates.lora * sum(unit.lora for unit in shape.units) * (0.5 if shape.is_compiled else 1.0)
+    layers += rates.packed * sum(unit.packed for unit in shape.units)
+    again = FORWARD * layers if shape.checkpoints else 0.0
     sharded = 0.0
     if shape.dims.strategy in ("fsdp1", "fsdp2") and shape.dims.world_size > 1:
         sharded = 0.0 if shape.replicates_frozen else rates.sharded * shape.layers
-        own += sharded + rates.unit * (len(shape.units) + 1)
+        layers += sharded + rates.unit * (len(shape.units) + 1)
     if shape.stage == 3:
-        own = rates.zero3 * shape.layers
+        layers = rates.zero3 * shape.layers
     update = UPDATE_OF_A_LAYER * (rates.compiled * shape.layers + sharded)
-    return card.host * FORWARD * own, card.host * ((1 - FORWARD) * own + again), card.host * update
+    return card.host * FORWARD * layers, card.host * ((1 - FORWARD) * layers + again), card.host * update
