@@ -67,7 +67,7 @@ def wrap(
     """Makes ``model`` compute its loss fused, and shards it if the strategy does.
 
     The model is changed in place, once, and keeps its parameter names. A model on the meta device gets storage and
-    initial values by its initialization, layer by layer, from rank 0's random numbers. "fsdp2" and "tp" shard it before
+    initial values by its initializer, layer by layer, from rank 0's random numbers. "fsdp2" and "tp" shard it before
     that; under "fsdp1" and "deepspeed" every rank holds the full model for a moment, which very large models avoid by
     "fsdp2" or by being built under ``deepspeed.zero.Init``. If only rank 0's model is on a real device, all ranks get
     its values. Other threads may run other models meanwhile, and not this one.
