@@ -80,9 +80,7 @@ def make_engine(way: str, layers: int, folder: Path) -> TorchEngine:
     """Builds a model and its optimizer as ``liger-dist train`` does."""
     model = json.loads((ROOT / "launch/models/qwen3_30b_a3b.json").read_text()) | {"num_hidden_layers": layers}
     path = folder / "config.json"
-    if dist.get_rank() == 0:
-        path.write_text(json.dumps(model))
-    dist.barrier()
+    path.write_text(json.dumps(model))
     options = dict(WAYS[way])
     if "ep" in options:
         options["ep"] = dist.get_world_size()
