@@ -11,6 +11,7 @@ from .explain import explain as explain
 from .functional import cross_entropy as cross_entropy
 from .functional import linear_cross_entropy as linear_cross_entropy
 from .fused_layers.attention import register_attention as register_attention
+from .fused_layers.expert_exchange import register_expert_parallelism as register_expert_parallelism
 from .head_loss import lm_head_loss as lm_head_loss
 from .losses.draft_vocabulary import draft_labels as draft_labels
 from .losses.outputs import LossOutput as LossOutput

@@ -361,8 +361,9 @@ class Cell:
             from transformers import distributed
 
             fields = getattr(distributed.DistributedConfig, "__dataclass_fields__", {})
-            if "ep_size" not in fields:
-                return "this transformers has no expert parallelism"
+            for field in ("ep_size", "ep_implementation"):
+                if field in self.layout and field not in fields:
+                    return f"this transformers has no {field}"
         if self.layout.get("plan") == "transformers":
             if importlib.util.find_spec("transformers.distributed.tensor_parallel") is None:
                 return "this transformers shards lm_head by another class than those since 5.11"
@@ -409,6 +410,7 @@ WORDS: dict[tuple[str, Any], str] = {
     **{("fsdp_size", size): f"fsdp {size}" for size in (2, 4)},
     ("tp_size", 2): "TP 2",
     ("ep_size", 2): "ep 2",
+    ("ep_implementation", "liger_dist"): "tokens once per rank",
     ("plan", "sequence"): "sequence-parallel input",
 }
 
@@ -505,8 +507,11 @@ EXPERT_PARALLEL = [
     Cell(engine="transformers", layout={"tp_size": 2, "ep_size": 2}),
     Cell(engine="transformers", layout={"fsdp_size": 2, "ep_size": 2}),
     Cell(engine="transformers", layout={"fsdp_size": 4, "ep_size": 2}, world=4),
+    Cell(engine="transformers", layout={"tp_size": 2, "ep_size": 2, "ep_implementation": "liger_dist"}),
+    Cell(engine="transformers", layout={"fsdp_size": 2, "ep_size": 2, "ep_implementation": "liger_dist"}),
+    Cell(engine="transformers", layout={"fsdp_size": 4, "ep_size": 2, "ep_implementation": "liger_dist"}, world=4),
 ]
-"""Experts on two ranks, as transformers dispatches tokens to them."""
+"""Experts on several ranks, as transformers or this library dispatches tokens to them."""
 
 FROZEN = [
     _fsdp1(by_others=False, frozen="replicate"),

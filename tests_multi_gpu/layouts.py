@@ -266,6 +266,8 @@ class ShardedByTransformers(Session):
         sizes = dict(self.cell.layout)
         ranks_of_a_batch = sizes.get("tp_size", 1)
         self.data_rank, self.data_world = self.data_rank // ranks_of_a_batch, self.data_world // ranks_of_a_batch
+        if "ep_implementation" in sizes:
+            liger_dist.register_expert_parallelism()
         if "tp_size" in sizes:
             sizes["tp_plan"] = {"lm_head": "replicate", "model.embed_tokens": "replicate"}
         options = {"distributed_config": DistributedConfig(**sizes), "experts_implementation": "eager"}

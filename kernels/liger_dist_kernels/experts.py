@@ -34,7 +34,7 @@ class Routing(NamedTuple):
     """Order of the pairs of token and expert by expert."""
 
     pair_S: Tensor
-    """int32: pair of each row, ``token * K + k``"""
+    """int32: pair of each row, ``token * K + k``; S, or as many as there are pairs with an expert"""
     row_TK: Tensor
     """int32: row of each pair; that of a pair without an expert is beyond the last end"""
     ends_E: Tensor
@@ -48,12 +48,14 @@ def expert_dtype(num_experts: int) -> torch.dtype:
     return torch.int16 if num_experts < torch.iinfo(torch.int16).max else torch.int32
 
 
-def route(index_TK: Tensor, num_experts: int) -> Routing:
+def route(index_TK: Tensor, num_experts: int, num_rows: int | None = None) -> Routing:
     """Sorts the pairs of token and expert by expert, in the order of tokens for each, without synchronizing the host.
 
     Args:
         index_TK: integers; an index of ``num_experts`` or more names no expert, as of pairs whose expert is on another
             rank.
+        num_rows: number of pairs with an expert, or more, where the host knows it: so many rows are then allocated,
+            at least one. Default: ``T * K``.
     """
     dtype = expert_dtype(num_experts)
     expert_S, pair_S = torch.sort(index_TK.reshape(-1).clamp(max=num_experts).to(dtype), stable=True)
@@ -62,7 +64,7 @@ def route(index_TK: Tensor, num_experts: int) -> Routing:
     row_TK = torch.empty(index_TK.shape, dtype=torch.int32, device=index_TK.device)
     rows = torch.arange(pair_S.shape[0], device=index_TK.device, dtype=torch.int32)
     row_TK.view(-1)[pair_S] = rows
-    return Routing(pair_S.int(), row_TK, ends_E, expert_S)
+    return Routing(pair_S.int()[:num_rows], row_TK, ends_E, expert_S[:num_rows])
 
 
 @triton.jit
@@ -91,7 +93,7 @@ def gather_rows(x_TD: Tensor, routing: Routing, *, backend: Backend = "auto") ->
     if not runs_triton(x_TD, backend):
         return x_TD[routing.pair_S.long() // K]
     D = x_TD.shape[1]
-    y_SD = x_TD.new_empty(T * K, D)
+    y_SD = x_TD.new_empty(len(routing.pair_S), D)
     if y_SD.numel() > 0:
         sizes = expert_row_sizes(D)
         launch(
@@ -165,9 +167,11 @@ def combine_rows(
     (T, K), D = routing.row_TK.shape, y_SD.shape[1]
     dtype = statistics_dtype(y_SD.dtype)
     if not runs_triton(y_SD, backend):
+        if len(y_SD) == 0:
+            return y_SD.new_zeros(T, D)
         has_expert_TK1 = (routing.row_TK < routing.ends_E[-1])[..., None]
         y = y_SD.to(dtype) if low is None else y_SD.to(dtype) + low.scale * low.product.to(dtype)
-        rows_TKD = y[routing.row_TK.long()]
+        rows_TKD = y[routing.row_TK.long().clamp(max=len(y) - 1)]
         if bias is not None:
             expert_TK = bias.expert_TK.clamp(max=len(bias.bias_ED) - 1)
             rows_TKD = rows_TKD + bias.weight_TK.to(dtype)[..., None] * bias.bias_ED.to(dtype)[expert_TK]

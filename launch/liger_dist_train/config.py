@@ -214,7 +214,6 @@ class TrainConfig(TrainOptions):
             "lora_rank": self.lora_rank,
             "float8": self.float8,
             "cpu_offload": self.cpu_offload,
-            "compile": self.compile,
             "mtp": self.mtp,
             "teacher": self.teacher,
             "mlp_tile_tokens": self.mlp_tile_tokens,

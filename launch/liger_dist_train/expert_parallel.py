@@ -3,13 +3,14 @@ A model without storage is sharded, and then given values from a full model on r
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from liger_dist import LigerDistError
+from liger_dist import LigerDistError, register_expert_parallelism
 from liger_dist.model.structure import initializer_of
 
 from .config import TrainConfig
@@ -28,6 +29,10 @@ def shard_experts(model: Any, config: TrainConfig, dims: ParallelDims) -> nn.Mod
 
     check_experts(model, dims)
     tied = {name.rpartition(".")[0] for pair in model.all_tied_weights_keys.items() for name in pair}
+    exchange = {}
+    if "ep_implementation" in signature(DistributedConfig).parameters:
+        register_expert_parallelism()
+        exchange = {"ep_implementation": "liger_dist"}
     # FSDP2 shares a weight within a group only: that of the root has what has no rule.
     model.fsdp_plan = {name: style for name, style in model.fsdp_plan.items() if name not in tied}
     distributed = DistributedConfig(
@@ -35,6 +40,7 @@ def shard_experts(model: Any, config: TrainConfig, dims: ParallelDims) -> nn.Mod
         fsdp_size=dims.shard,
         ep_size=dims.expert_parallel,
         fsdp_mixed_precision=config.dtype == "bfloat16",
+        **exchange,
     )
     _, mesh = initialize_distributed_mesh(distributed)
     sharded: Any = type(model).maybe_distribute_model(model, distributed, mesh)

@@ -221,8 +221,6 @@ def reason_against_compiling(config: TrainConfig, strategy: str, model: nn.Modul
     storage."""
     if config.load_in_4bit:
         return "weights are quantized"
-    if (config.ep or 1) > 1:
-        return "a layer with experts on several ranks waits for the numbers of tokens"
     if config.compile is not None:
         return None if config.compile else "--compile false"
     if strategy == "deepspeed":

@@ -242,6 +242,7 @@ def experts_forward(
     top_k_index: Tensor,
     top_k_weights: Tensor,
     low_rank: Sequence[LowRankMatrices] = (),
+    num_rows: int | None = None,
 ) -> Tensor:
     """Computes the experts of a swapped module, as an implementation of transformers' interface.
 
@@ -250,6 +251,7 @@ def experts_forward(
         top_k_index: ``[T, K]``; experts of each token.
         top_k_weights: ``[T, K]``
         low_rank: LoRA on its parameters.
+        num_rows: see :class:`.ExpertOptions`.
     """
     match: ExpertsMatch | None = match_of(module)
     if match is None:
@@ -263,6 +265,8 @@ def experts_forward(
         original = _original_experts(module, match.config.original._experts_implementation)
         return original(module, hidden_states, top_k_index, top_k_weights)  # type: ignore[no-any-return]
     tensors, options = _with_low_rank(*_tensors(module, match), match, low_rank, hidden_states.dtype)
+    if num_rows is not None:
+        options = replace(options, num_rows=num_rows)
     compute = experts if options.up_state is None and options.down_state is None else experts_of_four_bits
     return compute(hidden_states, top_k_index, top_k_weights, tensors, options=options)
 

@@ -70,6 +70,8 @@ class ExpertOptions:
     """LoRA's scaling of the first projection"""
     down_scale: float = 0.0
     backend: Backend = "auto"
+    num_rows: int | None = field(default=None, compare=False)
+    """pairs of a token and an expert of this rank, where the host knows them; not read in compiled layers"""
     up_state: Any = field(default=None, compare=False)
     """``QuantState`` of the first projection in 4 bits, which then has no gradient; None for floating ones"""
     down_state: Any = field(default=None, compare=False)
@@ -134,7 +136,7 @@ def _forward(
     hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tensor, tensors: ExpertTensors, options: ExpertOptions
 ) -> tuple[Tensor, _Kept]:
     """Computes the experts; returns the sum of each token ``[T, D]``, and what the backward reads."""
-    routing = route(index_TK, num_experts(tensors, options))
+    routing = route(index_TK, num_experts(tensors, options), options.num_rows)
     ends, backend = routing.ends_E, options.backend
     x_SD = gather_rows(hidden_TD, routing, backend=backend)
     h_SH = _projection(x_SD, tensors.up, options.up_state, ends, is_transposed=options.is_transposed)

@@ -1,0 +1,202 @@
+"""Exchange of tokens between ranks that share the experts of a layer, as an implementation of transformers' expert
+parallelism.
+
+Each rank sends a token once to every rank that has some of its experts, in the dtype of the model, with the indices and
+the router's weights of these experts. That rank returns one row for it: the weighted sum over its experts, which the
+sender adds up over the ranks in a fixed order. The backward sends gradients the same ways back. transformers sends a row
+for each pair of token and expert instead, both ways: with 8 experts of a token on 2 ranks about four times as many.
+
+Legend: T tokens of this rank, K experts of a token, R ranks that share the experts, N rows that this rank sends, M rows
+that it receives, P pairs of a received row and an expert of this rank, D hidden.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from liger_dist.errors import LigerDistError, refuse_second_order
+from liger_dist.model.torch_modes import untraced
+from liger_dist_kernels import Routing, combine_rows, gather_rows, route
+
+from .experts import NAME, experts_forward
+from .swap import match_of
+
+_BITS = {torch.float64: torch.int64, torch.float32: torch.int32}
+"""integers with as many bits as a router's weight"""
+
+
+def register_expert_parallelism() -> None:
+    """Registers ``ep_implementation="liger_dist"`` with transformers, for models that are loaded with
+    ``DistributedConfig(ep_size=..., ep_implementation="liger_dist")``.
+
+    A token is sent once to each rank that has some of its experts, in place of once for each of its experts.
+
+    Raises:
+        LigerDistError: this version of transformers takes no implementations of expert parallelism.
+    """
+    try:
+        from transformers.distributed.expert_parallel import EPImplementationInterface
+    except ImportError as error:
+        import transformers
+
+        raise LigerDistError(
+            f"transformers is {transformers.__version__}, which takes no implementations of expert parallelism; "
+            "install 5.24 or newer, or leave out ep_implementation."
+        ) from error
+    EPImplementationInterface.register(NAME, ExchangeOfTokens)
+
+
+class _Plan(NamedTuple):
+    """Which tokens go where in one call."""
+
+    routing: Routing
+    """rows ``[N]`` of this rank's tokens, sorted by the rank that they are sent to"""
+    owner_TK: Tensor
+    """int64: rank of each expert; R for an index that names none"""
+    sent: list[int]
+    received: list[int]
+    pairs: int
+    """P"""
+    group: dist.ProcessGroup
+
+    @property
+    def token_N(self) -> Tensor:
+        """Token of each row that is sent."""
+        return self.routing.pair_S.long() // self.routing.row_TK.shape[1]
+
+    def send(self, x_N: Tensor) -> Tensor:
+        """Sends rows to the ranks of their experts; returns those of this rank."""
+        return _exchanged(x_N, self.received, self.sent, self.group)
+
+    def send_back(self, x_M: Tensor) -> Tensor:
+        return _exchanged(x_M, self.sent, self.received, self.group)
+
+
+def _exchanged(x: Tensor, out_sizes: list[int], in_sizes: list[int], group: dist.ProcessGroup) -> Tensor:
+    out = x.new_empty(sum(out_sizes), *x.shape[1:])
+    dist.all_to_all_single(out, x.contiguous(), out_sizes, in_sizes, group=group)
+    return out
+
+
+def _plan(index_TK: Tensor, num_experts: int, group: dist.ProcessGroup) -> _Plan:
+    """Counts and sorts what is sent to each rank. The host waits for the counts.
+
+    Args:
+        index_TK: experts of all ranks.
+        num_experts: of this rank.
+    """
+    R = group.size()
+    is_expert_TK = (index_TK >= 0) & (index_TK < num_experts * R)
+    owner_TK = torch.where(is_expert_TK, index_TK // num_experts, R).long()
+    pairs_TR = torch.zeros(len(index_TK), R + 1, dtype=torch.int64, device=index_TK.device)
+    pairs_TR = pairs_TR.scatter_add_(1, owner_TK, torch.ones_like(owner_TK))[:, :R]
+    ranks = torch.arange(R, device=index_TK.device)
+    counts_R2 = torch.stack([(pairs_TR > 0).sum(0), pairs_TR.sum(0)], 1)
+    received_R2 = torch.empty_like(counts_R2)
+    dist.all_to_all_single(received_R2, counts_R2, group=group)
+    routing = route(torch.where(pairs_TR > 0, ranks, R), R)
+    sent, received = torch.stack([counts_R2, received_R2]).tolist()
+    rows = sum(rows for rows, _ in sent)
+    routing = routing._replace(pair_S=routing.pair_S[:rows], expert_S=routing.expert_S[:rows])
+    return _Plan(
+        routing=routing,
+        owner_TK=owner_TK,
+        sent=[rows for rows, _ in sent],
+        received=[rows for rows, _ in received],
+        pairs=sum(pairs for _, pairs in received),
+        group=group,
+    )
+
+
+class _Dispatch(torch.autograd.Function):
+    """Sends hidden states and the router's weights of each row to the ranks of its experts."""
+
+    @staticmethod
+    def forward(ctx: Any, plan: _Plan, hidden_TD: Tensor, weight_TK: Tensor, index_TK: Tensor) -> Any:
+        ctx.plan = plan
+        hidden_MD = plan.send(gather_rows(hidden_TD, plan.routing))
+        # In one message.
+        token_N = plan.token_N
+        numbers_NK = weight_TK[token_N].to(torch.promote_types(weight_TK.dtype, torch.float32))
+        bits = _BITS[numbers_NK.dtype]
+        indices, numbers = plan.send(torch.cat([index_TK[token_N].to(bits), numbers_NK.view(bits)], 1)).chunk(2, 1)
+        index_MK = indices.long()
+        ctx.mark_non_differentiable(index_MK)
+        return hidden_MD, numbers.contiguous().view(numbers_NK.dtype).to(weight_TK.dtype), index_MK
+
+    @staticmethod
+    def backward(ctx: Any, d_hidden_MD: Tensor, d_weight_MK: Tensor, _: None) -> Any:
+        refuse_second_order("expert parallelism", "load the model without ep_implementation='liger_dist'")
+        plan: _Plan = ctx.plan
+        d_hidden_TD = combine_rows(plan.send_back(d_hidden_MD), plan.routing)
+        d_weight_NK = plan.send_back(d_weight_MK)
+        if len(d_weight_NK) == 0:
+            return None, d_hidden_TD, d_weight_NK.new_zeros(plan.owner_TK.shape), None
+        # The rank of each expert has its gradient.
+        R = plan.routing.row_TK.shape[1]
+        row_TK = plan.routing.row_TK.long().gather(1, plan.owner_TK.clamp(max=R - 1))
+        d_weight_TK = d_weight_NK.gather(0, row_TK.clamp(max=len(d_weight_NK) - 1))
+        return None, d_hidden_TD, d_weight_TK.where(plan.owner_TK < R, 0.0), None
+
+
+class _Combine(torch.autograd.Function):
+    """Returns the rows of experts to the ranks of their tokens, and adds up those of each token."""
+
+    @staticmethod
+    def forward(ctx: Any, plan: _Plan, y_MD: Tensor) -> Tensor:
+        ctx.plan = plan
+        return combine_rows(plan.send_back(y_MD), plan.routing)
+
+    @staticmethod
+    def backward(ctx: Any, d_y_TD: Tensor) -> tuple[None, Tensor]:
+        return None, ctx.plan.send(gather_rows(d_y_TD.contiguous(), ctx.plan.routing))
+
+
+class ExchangeOfTokens:
+    """One layer's exchange, an ``EPImplementation`` of transformers. Groups whose ranks share a batch (``tp_size``), and
+    experts whose kernel exchanges tokens itself, have transformers' implementation."""
+
+    needs_shared_batch = False
+
+    def __init__(self, experts: Any, ep_mesh: Any, tp_mesh: Any) -> None:
+        from transformers.distributed.expert_parallel import AutoEP
+
+        self.experts, self.forward = experts, experts.forward
+        self.num_experts, self.group = experts.num_experts, ep_mesh.get_group()
+        automatic = AutoEP(experts, ep_mesh, tp_mesh)
+        self.instead = automatic if tp_mesh.size() > 1 or automatic.megamoe is not None else None
+
+    @untraced
+    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Computes the weighted sum of each token's experts.
+
+        Args:
+            hidden_states: ``[T, D]`` of this rank.
+            top_k_index: ``[T, K]``; experts of all ranks, those of rank r from ``r * num_experts`` on.
+            top_k_weights: ``[T, K]``
+        """
+        if self.instead is not None:
+            return self.instead(hidden_states, top_k_index, top_k_weights)  # type: ignore[no-any-return]
+        plan = _plan(top_k_index, self.num_experts, self.group)
+        received = _Dispatch.apply(plan, hidden_states.contiguous(), top_k_weights, top_k_index)  # type: ignore[no-untyped-call]
+        hidden_MD, weight_MK, index_MK = received
+        local_MK = index_MK - self.group.rank() * self.num_experts
+        local_MK = local_MK.where((local_MK >= 0) & (local_MK < self.num_experts), self.num_experts)
+        y: Tensor = self._compute(hidden_MD, local_MK, weight_MK, plan.pairs)
+        return _Combine.apply(plan, y)  # type: ignore[no-any-return, no-untyped-call]
+
+    def _compute(self, hidden_MD: Tensor, index_MK: Tensor, weight_MK: Tensor, pairs: int) -> Tensor:
+        """Computes this rank's experts; ``index_MK`` is ``num_experts`` where an expert is on another rank."""
+        if len(hidden_MD) == 0:
+            # A row without experts, so that FSDP2 reduces gradients of zeros, and autograd returns something to send.
+            hidden_MD, weight_MK = (torch.cat([one, one.new_zeros(1, one.shape[1])]) for one in (hidden_MD, weight_MK))
+            index_MK = index_MK.new_full((1, index_MK.shape[1]), self.num_experts)
+            return self._compute(hidden_MD, index_MK, weight_MK, pairs)[:0]
+        if match_of(self.experts) is not None:
+            return experts_forward(self.experts, hidden_MD, index_MK, weight_MK, num_rows=max(pairs, 1))
+        y: Tensor = self.forward(hidden_MD, index_MK, weight_MK)
+        return y
