@@ -223,6 +223,8 @@ def reason_against_compiling(config: TrainConfig, strategy: str, model: nn.Modul
         return "weights are quantized"
     if config.compile is not None:
         return None if config.compile else "--compile false"
+    if (config.ep or 1) > 1:
+        return "a layer with experts on several ranks waits for the numbers of tokens, compiled or not"
     if strategy == "deepspeed":
         return "DeepSpeed's hooks split a layer into many graphs"
     if config.mlp_tile_tokens is not None:

@@ -1,10 +1,10 @@
 """Exchange of tokens between ranks that share the experts of a layer, as an implementation of transformers' expert
 parallelism.
 
-Each rank sends a token once to every rank that has some of its experts, in the dtype of the model, with the indices and
-the router's weights of these experts. That rank returns one row for it: the weighted sum over its experts, which the
-sender adds up over the ranks in a fixed order. The backward sends gradients the same ways back. transformers sends a row
-for each pair of token and expert instead, both ways: with 8 experts of a token on 2 ranks about four times as many.
+Each rank sends a token once to every rank that has some of its experts, with the indices and the router's weights of
+these experts. That rank returns one row for it: the weighted sum over its experts, which the sender adds up over the
+ranks in a fixed order. The backward sends gradients the same ways back. transformers sends a row for each pair of token
+and expert instead, both ways: with 8 experts of a token on 2 ranks about four times as many.
 
 Legend: T tokens of this rank, K experts of a token, R ranks that share the experts, N rows that this rank sends, M rows
 that it receives, P pairs of a received row and an expert of this rank, D hidden.
@@ -157,8 +157,8 @@ class _Combine(torch.autograd.Function):
 
 
 class ExchangeOfTokens:
-    """One layer's exchange, an ``EPImplementation`` of transformers. Groups whose ranks share a batch (``tp_size``), and
-    experts whose kernel exchanges tokens itself, have transformers' implementation."""
+    """Exchange of one layer, an ``EPImplementation`` of transformers. Groups whose ranks share a batch (``tp_size``),
+    and experts whose kernel exchanges tokens itself, have transformers' implementation."""
 
     needs_shared_batch = False
 
@@ -192,11 +192,12 @@ class ExchangeOfTokens:
     def _compute(self, hidden_MD: Tensor, index_MK: Tensor, weight_MK: Tensor, pairs: int) -> Tensor:
         """Computes this rank's experts; ``index_MK`` is ``num_experts`` where an expert is on another rank."""
         if len(hidden_MD) == 0:
-            # A row without experts, so that FSDP2 reduces gradients of zeros, and autograd returns something to send.
+            # A row of zeros for expert 0, so that every parameter has a gradient, which FSDP2 reduces, and the result
+            # one to send back.
             hidden_MD, weight_MK = (torch.cat([one, one.new_zeros(1, one.shape[1])]) for one in (hidden_MD, weight_MK))
-            index_MK = index_MK.new_full((1, index_MK.shape[1]), self.num_experts)
-            return self._compute(hidden_MD, index_MK, weight_MK, pairs)[:0]
+            index_MK = index_MK.new_zeros(1, index_MK.shape[1])
+            return self._compute(hidden_MD, index_MK, weight_MK, index_MK.numel())[:0]
         if match_of(self.experts) is not None:
-            return experts_forward(self.experts, hidden_MD, index_MK, weight_MK, num_rows=max(pairs, 1))
+            return experts_forward(self.experts, hidden_MD, index_MK, weight_MK, num_rows=pairs)
         y: Tensor = self.forward(hidden_MD, index_MK, weight_MK)
         return y

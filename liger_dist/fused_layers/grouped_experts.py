@@ -327,8 +327,9 @@ def _unpacked(numbers: list[float], flags: list[bool], names: list[Any]) -> Expe
         slope=slope,
         offset=offset,
     )
-    scales = {"up_scale": up_scale, "down_scale": down_scale}
-    return ExpertOptions(gate=gate, is_transposed=is_transposed, backend=backend, **scales)
+    return ExpertOptions(
+        gate=gate, is_transposed=is_transposed, backend=backend, up_scale=up_scale, down_scale=down_scale
+    )
 
 
 @torch.library.custom_op(

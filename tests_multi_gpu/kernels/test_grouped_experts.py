@@ -175,6 +175,19 @@ def test_few_tokens_and_every_number_of_experts(tokens: int, top_k: int, backend
     assert_experts_are_true(*case(options, dtype=torch.float64, has_bias=True, tokens=tokens, top_k=top_k), options)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("lora", ["", "up and down"])
+def test_rows_of_the_pairs_alone(lora: str, backend: Any) -> None:
+    """As many rows as pairs with an expert, or more: the same results; and one row where there is no pair."""
+    options = ExpertOptions(gate=GATES["gpt-oss"], up_scale=0.5, down_scale=0.7, backend=backend)
+    x, index, weight, tensors = case(options, dtype=torch.float64, has_bias=True, lora=lora, tokens=24)
+    for pairs in (index, index[:1].expand(24, K), torch.full_like(index, E)):
+        num_rows = max(int((pairs < E).sum()), 1)
+        for rows in (num_rows, num_rows + 1):
+            assert_experts_are_true(x, pairs.contiguous(), weight, tensors, replace(options, num_rows=rows))
+        assert len(route(pairs.contiguous(), E, num_rows).pair_S) == num_rows
+
+
 @pytest.mark.cover("pairs")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("gate", ["SwiGLU", "gpt-oss"])
