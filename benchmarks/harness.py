@@ -39,6 +39,7 @@ PACKAGES = (
     "peft",
     "bitsandbytes",
     "liger-kernel",
+    "liger-cute-kernels",
     "nvidia-cutlass-dsl",
     "trl",
     "quack-kernels",

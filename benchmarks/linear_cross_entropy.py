@@ -91,13 +91,19 @@ def bare_gemms(inputs: Inputs) -> Callable[[], None]:
     return run
 
 
+def checked_rows(inputs: Inputs) -> Tensor:
+    """Rows of the weight: labels, and others."""
+    y, half = inputs.labels_T, CHECKED // 2
+    return torch.cat([y[y >= 0][:half], torch.randint(0, len(inputs.weight_VD), (half,), device=y.device)])
+
+
 class Truth:
     """Loss and some rows of both gradients in fp64."""
 
-    def __init__(self, inputs: Inputs) -> None:
+    def __init__(self, inputs: Inputs, rows_V: Tensor | None = None) -> None:
         x, w, y = inputs.hidden_TD.detach().double(), inputs.weight_VD.detach().double(), inputs.labels_T
         valid = y >= 0
-        self.rows_V = torch.cat([y[valid][: CHECKED // 2], torch.randint(0, len(w), (CHECKED // 2,), device=y.device)])
+        self.rows_V = checked_rows(inputs) if rows_V is None else rows_V
         self.rows_T = torch.arange(0, len(x), max(len(x) // CHECKED, 1), device=y.device)[:CHECKED]
         losses, p_rows = [], []
         for rows in torch.arange(len(x), device=y.device).split(1024):
