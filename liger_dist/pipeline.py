@@ -274,7 +274,10 @@ def pipeline_step(
         given |= {"labels": labels, "num_items_in_batch": items.expand(count)}
     target = None if last is None else labels
     losses: list[Tensor] = []
-    run = schedule.step if torch.is_grad_enabled() else schedule.eval
+    run = schedule.eval
+    if torch.is_grad_enabled():
+        run = schedule.step
+        _let_inputs_require_gradients(stages)
     with outputs_are_saved() if _splits_backward(schedule) else nullcontext():
         run(*((input_ids,) if is_first else ()), target=target, losses=losses, **given)
     return None if last is None else torch.stack(losses).sum().detach()
@@ -438,6 +441,17 @@ def _number_of_items(last: nn.Module, input_ids: Tensor, labels: Tensor, given: 
         dist.all_reduce(count, group=group)
     count = count / mean_over.divide_factor
     return torch.where(count == 0, 1.0, count)
+
+
+def _let_inputs_require_gradients(stages: list[Any]) -> None:
+    """Renews the memory for received hidden states where it requires no gradients: torch 2.11 allocates it in the first
+    step of a schedule, which may be an evaluation. A torch that notes ``tensor_meta`` decides in each step."""
+    for stage in stages:
+        for one in (one for received in stage.args_recv_info.values() for one in received):
+            buffer = getattr(one, "buffer", None)
+            if isinstance(buffer, Tensor) and not (buffer.requires_grad or hasattr(one, "tensor_meta")):
+                # Memory of an evaluation in inference mode cannot be set to require gradients.
+                one.buffer = torch.empty_like(buffer, requires_grad=True)
 
 
 def _splits_backward(schedule: Any) -> bool:
