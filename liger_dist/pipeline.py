@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import copy
 from contextlib import nullcontext
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 
@@ -322,6 +324,12 @@ def _check_passes(schedule: Any, stages: list[Any]) -> None:
     """
     name, records = type(schedule).__name__, [record_of(stage.submod) for stage in stages]
     splits = _splits_backward(schedule)
+    if splits and torch.is_grad_enabled() and not _keeps_custom_nodes():
+        raise LigerDistError(
+            f"{name} runs the backward of weights after that of inputs, and torch {torch.__version__} frees the nodes "
+            "of custom autograd functions in between; expected a newer torch (2.13 works), or a schedule that runs "
+            "both in one: Schedule1F1B or ScheduleInterleaved1F1B."
+        )
     if splits and any(map(_may_reshard, stages)):
         raise LigerDistError(
             f"{name} runs the backward of weights after that of inputs, for which FSDP2 would lose gradients of layers "
@@ -339,6 +347,31 @@ def _check_passes(schedule: Any, stages: list[Any]) -> None:
             f"{name} has consecutive stages on one rank, which torch does not evaluate; evaluate with Schedule1F1B, or "
             "with ScheduleInterleaved1F1B and stages in loops."
         )
+
+
+class _Doubled(torch.autograd.Function):
+    """A custom autograd function for :func:`_keeps_custom_nodes`."""
+
+    @staticmethod
+    def forward(ctx: Any, given: Tensor) -> Tensor:
+        return 2 * given
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 2 * gradient
+
+
+@cache
+def _keeps_custom_nodes() -> bool:
+    """Tries whether a backward can begin at the node of a custom autograd function after its output is gone, as that of
+    weights does in a schedule that splits the backward."""
+    given = torch.ones(1, device="cpu", requires_grad=True)
+    node: Any = _Doubled.apply(given).grad_fn  # type: ignore[no-untyped-call]
+    try:
+        torch.autograd.grad(GradientEdge(node, 0), given, grad_outputs=torch.ones(1, device="cpu"))
+    except RuntimeError:
+        return False
+    return True
 
 
 def _may_reshard(stage: Any) -> bool:
