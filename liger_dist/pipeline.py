@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import copy
 from contextlib import nullcontext
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 
@@ -274,7 +276,10 @@ def pipeline_step(
         given |= {"labels": labels, "num_items_in_batch": items.expand(count)}
     target = None if last is None else labels
     losses: list[Tensor] = []
-    run = schedule.step if torch.is_grad_enabled() else schedule.eval
+    run = schedule.eval
+    if torch.is_grad_enabled():
+        run = schedule.step
+        _let_inputs_require_gradients(stages)
     with outputs_are_saved() if _splits_backward(schedule) else nullcontext():
         run(*((input_ids,) if is_first else ()), target=target, losses=losses, **given)
     return None if last is None else torch.stack(losses).sum().detach()
@@ -319,6 +324,12 @@ def _check_passes(schedule: Any, stages: list[Any]) -> None:
     """
     name, records = type(schedule).__name__, [record_of(stage.submod) for stage in stages]
     splits = _splits_backward(schedule)
+    if splits and torch.is_grad_enabled() and not _keeps_custom_nodes():
+        raise LigerDistError(
+            f"{name} runs the backward of weights after that of inputs, and torch {torch.__version__} frees the nodes "
+            "of custom autograd functions in between; expected a newer torch (2.13 works), or a schedule that runs "
+            "both in one: Schedule1F1B or ScheduleInterleaved1F1B."
+        )
     if splits and any(map(_may_reshard, stages)):
         raise LigerDistError(
             f"{name} runs the backward of weights after that of inputs, for which FSDP2 would lose gradients of layers "
@@ -336,6 +347,31 @@ def _check_passes(schedule: Any, stages: list[Any]) -> None:
             f"{name} has consecutive stages on one rank, which torch does not evaluate; evaluate with Schedule1F1B, or "
             "with ScheduleInterleaved1F1B and stages in loops."
         )
+
+
+class _Doubled(torch.autograd.Function):
+    """A custom autograd function for :func:`_keeps_custom_nodes`."""
+
+    @staticmethod
+    def forward(ctx: Any, given: Tensor) -> Tensor:
+        return 2 * given
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 2 * gradient
+
+
+@cache
+def _keeps_custom_nodes() -> bool:
+    """Tries whether a backward can begin at the node of a custom autograd function after its output is gone, as that of
+    weights does in a schedule that splits the backward."""
+    given = torch.ones(1, device="cpu", requires_grad=True)
+    node: Any = _Doubled.apply(given).grad_fn  # type: ignore[no-untyped-call]
+    try:
+        torch.autograd.grad(GradientEdge(node, 0), given, grad_outputs=torch.ones(1, device="cpu"))
+    except RuntimeError:
+        return False
+    return True
 
 
 def _may_reshard(stage: Any) -> bool:
@@ -438,6 +474,17 @@ def _number_of_items(last: nn.Module, input_ids: Tensor, labels: Tensor, given: 
         dist.all_reduce(count, group=group)
     count = count / mean_over.divide_factor
     return torch.where(count == 0, 1.0, count)
+
+
+def _let_inputs_require_gradients(stages: list[Any]) -> None:
+    """Renews the memory for received hidden states where it requires no gradients: torch 2.11 allocates it in the first
+    step of a schedule, which may be an evaluation. A torch that notes ``tensor_meta`` decides in each step."""
+    for stage in stages:
+        for one in (one for received in stage.args_recv_info.values() for one in received):
+            buffer = getattr(one, "buffer", None)
+            if isinstance(buffer, Tensor) and not (buffer.requires_grad or hasattr(one, "tensor_meta")):
+                # Memory of an evaluation in inference mode cannot be set to require gradients.
+                one.buffer = torch.empty_like(buffer, requires_grad=True)
 
 
 def _splits_backward(schedule: Any) -> bool:

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+from harness import Workers
 from models import full, make_batch, make_config, relative_errors, true_loss_sum
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, schedules
 
 import liger_dist
+from liger_dist import pipeline
 from liger_dist.sharding.process_groups import compute_device
 
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
 OTHER_SCHEDULES = ("LoopedBFS", "DualPipeV")
 SPLIT = (*SCHEDULES[3:], "DualPipeV")
 """schedules with the backward of weights after that of inputs"""
+REFUSED_BY_TORCH = (
+    r"runs .*torch \S+ frees the nodes of custom autograd functions .*Schedule1F1B or ScheduleInterleaved1F1B"
+)
+"""what ``pipeline_step`` says of them before torch 2.13"""
 MICRO_BATCHES = 4
 NUM_LAYERS = 4
 PIPELINE = 2
@@ -125,6 +133,17 @@ class Pipeline:
 
     def gradients(self) -> dict[str, Tensor]:
         return {name: full(p.grad) for name, p in self.parameters.items() if p.grad is not None}
+
+
+def run_or_refused(workers: Workers, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """Calls ``function(*args)``, which trains with a schedule, on every rank. Expects a refusal, and returns nothing,
+    if this torch cannot run the schedule."""
+    (schedule,) = [name for name in args if name in SCHEDULES + OTHER_SCHEDULES]
+    if schedule not in SPLIT or pipeline._keeps_custom_nodes():
+        return workers.run(function, *args)
+    with pytest.raises(RuntimeError, match=f"LigerDistError: Schedule{schedule} {REFUSED_BY_TORCH}"):
+        workers.run(function, *args)
+    return []
 
 
 def true_step(uncut: nn.Module, batches: list[dict[str, Tensor]], *, token_mean: str = "local") -> list[float]:

@@ -13,14 +13,16 @@ import torch
 import torch.distributed as dist
 from harness import Workers
 from models import make_model
-from pipelined import SPLIT, Pipeline, make_rows, make_uncut
+from pipelined import REFUSED_BY_TORCH, SPLIT, Pipeline, make_rows, make_uncut
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import liger_dist
+from liger_dist import pipeline as pipeline_module
 from liger_dist.mtp import MultiTokenPrediction
+from liger_dist.versions import numbers
 
 SHARING = {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2}
 REFUSED_MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -235,6 +237,32 @@ def refused_step(what: str) -> tuple[str, float | None]:
 
 
 @pytest.mark.parametrize("schedule", SPLIT)
+def test_zero_bubble_is_refused_if_torch_frees_custom_nodes(schedule: str, workers_2: Workers) -> None:
+    """On all ranks, before torch 2.13: an evaluation still runs."""
+    for sentence, evaluated in workers_2.run(without_custom_nodes, schedule, time_limit=60):
+        assert re.search(f"Schedule{schedule} {REFUSED_BY_TORCH}", sentence)
+        assert evaluated is None or evaluated > 0
+
+
+def without_custom_nodes(schedule: str) -> tuple[str, float | None]:
+    pipeline, batch = Pipeline(make_uncut("llama"), schedule), make_rows(0)
+    with custom_nodes_are_kept(False), pytest.raises(liger_dist.LigerDistError) as caught:
+        pipeline.step(batch)
+    if schedule != "InterleavedZeroBubble":
+        return str(caught.value), None
+    with custom_nodes_are_kept(False), torch.no_grad():
+        return str(caught.value), pipeline.step(batch)
+
+
+def custom_nodes_are_kept(are_kept: bool) -> Any:
+    return mock.patch.object(pipeline_module, "_keeps_custom_nodes", return_value=are_kept)
+
+
+def test_torch_keeps_custom_nodes_since_2_13() -> None:
+    assert pipeline_module._keeps_custom_nodes() is (numbers(torch.__version__) >= (2, 13))
+
+
+@pytest.mark.parametrize("schedule", SPLIT)
 def test_zero_bubble_refuses_frozen_first_stages(schedule: str, workers_2: Workers) -> None:
     """The stage after them would have no gradients: torch finds products of weights on the way to the stage's input."""
     for sentence in workers_2.run(frozen_at_first, schedule):
@@ -246,7 +274,7 @@ def frozen_at_first(schedule: str) -> str:
     uncut.model.embed_tokens.requires_grad_(False)
     uncut.model.layers[:2].requires_grad_(False)
     pipeline = Pipeline(uncut, schedule)
-    with pytest.raises(liger_dist.LigerDistError) as caught:
+    with custom_nodes_are_kept(True), pytest.raises(liger_dist.LigerDistError) as caught:
         pipeline.step(make_rows(0))
     return str(caught.value)
 
@@ -268,7 +296,8 @@ def resharded_layers(schedule: str, is_training: bool, by_caller: bool = False) 
     pipeline = Pipeline(make_uncut("llama"), schedule, data=data, reshard_after_forward=is_training)
     for module in pipeline.modules if by_caller else ():
         fully_shard(module, mesh=pipeline.mesh["data"])
-    with torch.set_grad_enabled(is_training), pytest.raises(liger_dist.LigerDistError) as caught:
+    refused = pytest.raises(liger_dist.LigerDistError)
+    with torch.set_grad_enabled(is_training), custom_nodes_are_kept(True), refused as caught:
         pipeline.step(make_rows(pipeline.data_rank))
     return str(caught.value)
 

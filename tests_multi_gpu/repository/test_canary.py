@@ -202,7 +202,10 @@ NAMES: dict[tuple[str, str], str] = {
 ATTRIBUTES: dict[str, tuple[tuple[str, ...], str]] = {
     # module whose source sets them on instances: the attributes, and what breaks without them
     "torch.distributed.pipelining": (
-        ("_stage", "_stages", "_n_microbatches", "_loss_fn", "scale_grads", "pipeline_order", "BACKWARD_WEIGHT"),
+        (
+            *("_stage", "_stages", "_n_microbatches", "_loss_fn", "scale_grads", "pipeline_order", "BACKWARD_WEIGHT"),
+            *("args_recv_info", "buffer"),
+        ),
         "pipeline.py cannot check a schedule, nor tell the zero-bubble ones, whose recomputed outputs would be gone",
     ),
     "torch.distributed.fsdp._fully_shard._fsdp_state": (
