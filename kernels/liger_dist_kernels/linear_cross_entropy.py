@@ -172,11 +172,11 @@ def score_rows(
 
 def score(tokens: TokenChunks, head: HeadSlice, targets: TokenTargets, *, scoring: Scoring) -> LinearCrossEntropyResult:
     """Computes the terms of the caller's tokens, those of ``targets``, without gradients."""
-    parts = []
+    parts, operands = [], None
     # Without any token there is still one empty chunk, which gives the statistics their shapes.
     for chunk in range(max(tokens.num_chunks, 1)):
         hidden_cD, targets_c = tokens.hidden(chunk), tokens.targets(chunk)
-        operands = head.operands(hidden_cD.dtype)
+        operands = operands or head.operands(hidden_cD.dtype)
         statistics, chosen, _ = _score_tiles(hidden_cD, operands, targets_c, head, scoring)
         parts.append(_own(_completed(statistics, chosen, head), tokens.local_rows(chunk)))
     return _result(parts, targets, head, scoring)
@@ -237,10 +237,10 @@ def score_with_gradients(
     """
     weight_VD = head.weight_VD
     sums = GradientSums(head, needs, tokens.num_chunks)
-    parts, buffer_cV = [], None
+    parts, buffer_cV, operands = [], None, None
     for chunk in range(max(tokens.num_chunks, 1)):
         hidden_cD, targets_c = tokens.hidden(chunk), tokens.targets(chunk)
-        operands = head.operands(hidden_cD.dtype)
+        operands = operands or head.operands(hidden_cD.dtype)
         if scoring.needs_recomputation(hidden_cD):
             raise ValueError("soft-capped fp32 logits of 16-bit operands need recompute_gradients.")
         if buffer_cV is None:
@@ -266,10 +266,10 @@ def recompute_gradients(
     """Computes gradients of hidden states, weight and bias for known coefficients of the logits' gradient
     (``tokens.gradients`` are :class:`GradientCoefficients`)."""
     sums = GradientSums(head, needs, tokens.num_chunks)
-    V = head.weight_VD.shape[0]
+    V, operands = head.weight_VD.shape[0], None
     for chunk in range(tokens.num_chunks):
         hidden_cD, targets_c, coefficients = tokens.hidden(chunk), tokens.targets(chunk), tokens.gradients(chunk)
-        weight_VD, bias_V = head.operands(hidden_cD.dtype)
+        weight_VD, bias_V = operands = operands or head.operands(hidden_cD.dtype)
         is_wide = scoring.keeps_fp32(hidden_cD)
         itemsize = hidden_cD.element_size() + (4 if is_wide else 0)
         c = len(hidden_cD)

@@ -80,12 +80,12 @@ def linear_divergence(
         needs: the gradients to compute.
     """
     sums = GradientSums(head, needs, tokens.num_chunks, direct_chunks=_DIRECT_CHUNKS)
-    rows_of_teacher, parts = teacher.rows(head), []
+    rows_of_teacher, parts, operands = teacher.rows(head), [], None
     buffers = _Buffers(max(tokens.rows, 1), head, rows_of_teacher[0].shape[0], scoring, with_gradient=needs.any)
     for chunk in range(max(tokens.num_chunks, 1)):
         hidden_cD, targets_c = tokens.hidden(chunk), tokens.targets(chunk)
         teacher_cE = teacher_tokens.hidden(chunk)
-        weight_VD, bias_V = head.operands(hidden_cD.dtype)
+        weight_VD, bias_V = operands = operands or head.operands(hidden_cD.dtype)
         student_cV, teacher_cV, d_logits_cV = buffers.of(hidden_cD, teacher_cE)
         write_logits(hidden_cD, weight_VD, bias_V, student_cV)
         write_logits(teacher_cE, *rows_of_teacher, teacher_cV)

@@ -53,6 +53,28 @@ def test_only_what_is_needed(needs: tuple[int, int, int], workers_on_all: Worker
     assert_small(workers_on_all.run(errors_on_own_tokens, "bias", 101, TOKENS["uneven"], 2, needs))
 
 
+@pytest.mark.parametrize("outputs", [(), ("log_prob",)], ids=["scalar", "outputs"])
+def test_masters_are_cast_once(outputs: tuple[str, ...], workers_2: Workers) -> None:
+    """Not for each chunk: two casts would be in memory at once."""
+    assert workers_2.run(casts_of_masters, outputs) == [1, 1]
+
+
+def casts_of_masters(outputs: Any) -> int:
+    """Counts the 16-bit copies of the rows in a forward of five chunks with fp32 masters."""
+    vocab_size, rows = 96, 3
+    shard, own = shard_of(vocab_size, divide_factor=1.0)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    hidden = on_device.randn(5 * rows, D, generator=generator).to(compute_device(), torch.bfloat16).requires_grad_()
+    weight = on_device.randn(own.stop - own.start, D).to(compute_device()).requires_grad_()
+    labels = on_device.randint(vocab_size, (5 * rows,), generator=generator).to(compute_device())
+    execution = Execution(memory_budget=2 * rows * numbers_of_token(shard.largest, D) * 2)
+    spec = LossSpec(outputs=outputs, differentiable=bool(outputs))
+    with torch.profiler.profile(record_shapes=True) as profiled:
+        fused_linear_cross_entropy(hidden, weight, None, labels, spec=spec, execution=execution, rows=shard)
+    casts = [event for event in profiled.events() if event.name == "aten::_to_copy"]
+    return sum(event.input_shapes[0] == list(weight.shape) for event in casts)
+
+
 def assert_small(results: list[dict[str, float]]) -> None:
     # Triton, which runs on GPUs, takes the scale, the soft-cap and the temperature as fp32 numbers.
     tolerance = 1e-6 if torch.cuda.is_available() else 1e-10
