@@ -66,6 +66,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     ),
     "experts": (
         f"{LAYERS}/experts.py",
+        f"{LAYERS}/expert_exchange.py",
         f"{LAYERS}/grouped_experts.py",
         f"{KERNELS}/expert_activation.py",
         f"{KERNELS}/expert_gate.py",
@@ -73,6 +74,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         f"{KERNELS}/grouped_products.py",
     ),
     "mlp tiles": (f"{LAYERS}/mlp_tiles.py",),
+    "routing": ("liger_dist/routing.py",),
     "wrap": (
         "liger_dist/wrap.py",
         "liger_dist/inspection.py",
@@ -121,11 +123,13 @@ CODE: dict[str, dict[str, tuple[str, ...]]] = {
     "log_probs": {"": ("loss", "turns")},
     "long_context": {"": (*LARGE, "sequence parallel", "mlp tiles", "token exchange")},
     "memory_bound": {"": ("norm", "turns"), "RoPE": ("layers",), "GLU": ("layers",), "cross_entropy": ("loss",)},
+    "mixture_step": {"": (*LARGE, "experts")},
     "mtp": {"": (*MODEL, "mtp", "training ways", "turns")},
     "norm_widths": {"": ("norm", "turns")},
     "openrlhf_actor": {"": (*MODEL, "deepspeed")},
     "packed_documents": {"": (*MODEL, "packing", "turns")},
     "policy_step": {"": MODEL, "fsdp2": ("fsdp2",), "zero3": ("deepspeed",)},
+    "replayed_update": {"": (*MODEL, "scores", "experts", "fsdp2", "optimizer", "routing", "turns")},
     "sequences": {"": (*MODEL, "packing", "training ways", "turns")},
     "small_models": {"": MODEL, "FSDP2": ("fsdp2", "optimizer"), "LoRA": ("lora",)},
     "training_step": {
@@ -150,6 +154,7 @@ MORE: dict[str, tuple[str, ...]] = {
     "log_probs": ("benchmarks/peers.py",),
     "long_context": ("benchmarks/long_context_peers.py", "benchmarks/launched.py", "launch/llama_8b_long.yaml"),
     "memory_bound": ("benchmarks/layers.py",),
+    "mixture_step": (f"{PROGRAM}/expert_parallel.py", "launch/models/qwen3_30b_a3b.json"),
     "norm_widths": ("benchmarks/memory_bound.py", "benchmarks/layers.py"),
     "openrlhf_actor": ("liger_dist/integrations/openrlhf_actor.py",),
     "verl_actor": ("liger_dist/integrations/verl.py",),

@@ -120,6 +120,13 @@ WORKLOADS = (
         is_pictured=True,
     ),
     Workload(
+        "experts on two ranks, 12 layers of Qwen3-30B-A3B",
+        "mixture_step",
+        "12 layers of Qwen3-30B-A3B, 16384 tokens a GPU, balanced routers, on 2",
+        "ep",
+        "ep, transformers",
+    ),
+    Workload(
         "Llama 8B, a text of 65,536 tokens",
         "long_context",
         "65536 tokens, on 2",

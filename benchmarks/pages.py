@@ -166,6 +166,53 @@ torch gives up. [Mixtures of experts](../experts.md) explains what is computed."
         ),
     ),
     Page(
+        "mixture_step",
+        "Training steps of a mixture on two GPUs",
+        """Twelve layers of Qwen3-30B-A3B as `liger-dist train` builds them: fp32 masters, bf16 compute, clipping
+and AdamW; sequences of 8192 random tokens. `ep`: each rank has half of the experts of every layer, and tokens are sent
+once to each rank that has some of their experts. `transformers' exchange`: the same layout, with a row sent for
+each expert of a token. `weights stay gathered`: `--reshard_after_forward false`. `exposed`: the GPU runs NCCL's
+kernels alone. Products, attention, optimizer, copies, the rest and `nccl` are milliseconds of kernels by their
+names, some of them at the same time; `nccl` includes waiting for the other GPU. `load`: tokens of the fullest
+expert over the mean. [Mixtures of experts](../experts.md#two-gpus) draws the conclusions.""",
+        (
+            Group(("tokens/s a GPU", "peak GiB"), "", "problems", "tokens/s of a GPU · peak GiB"),
+            Group(("ms", "computing ms", "exposed ms", "idle ms", "host ms"), "balanced"),
+            Group(
+                ("products ms", "attention ms", "optimizer ms", "copies ms", "rest ms", "nccl ms", "load"),
+                "16384 tokens",
+            ),
+        ),
+        Picture(
+            "A training step of 12 layers of Qwen3-30B-A3B on two GPUs, 16,384 tokens for each, balanced routers",
+            ("12 layers of Qwen3-30B-A3B, 16384 tokens a GPU, balanced routers, on 2",),
+            STEP,
+            (),
+            {
+                "fsdp2, layers compiled": "liger_dist, FSDP2",
+                "fsdp2, layers compiled, weights stay gathered": "liger_dist, FSDP2, weights stay gathered",
+                "ep": "liger_dist, experts on two ranks",
+                "ep, transformers' exchange": "the same, transformers' exchange of tokens",
+            },
+        ),
+    ),
+    Page(
+        "replayed_update",
+        "An update with replay",
+        """The gradient of GRPO's clipped objective and AdamW, of four layers of Qwen3-30B-A3B under FSDP2 with two
+GPUs: fp32 masters, bf16 compute, 2 x 4096 tokens for each. `sampling replay`: 50 classes of each token.
+`routing replay`: recorded experts. `ratio`: the largest distance from 1 of the ratio between the policy of
+the update and that of an earlier forward at equal weights.""",
+        (Group((*STEP, "of plain", "ratio")),),
+        Picture(
+            "An update of 4 layers of Qwen3-30B-A3B under FSDP2, 8192 tokens for each GPU",
+            ("Qwen3-30B-A3B, 4 layers, 8192 tokens a GPU, FSDP2 on 2",),
+            STEP,
+            (),
+            {way: f"liger_dist, {way}" for way in ("plain", "sampling replay", "routing replay", "both")},
+        ),
+    ),
+    Page(
         "packed_documents",
         "Packed documents, by attention",
         """Forward and backward of four layers of each shape with its lm_head, random weights in bf16: 8192 tokens in
@@ -323,17 +370,23 @@ time to three bare cuBLAS GEMMs of the next multiple of 64 classes.""",
 masters and gradients. `vocab_parallel`: tokens are exchanged, with budgets for one chunk. `gathered`: the
 weight is all-gathered and its gradient reduced in the named dtype, as FSDP2 does. `ratio`: time of the
 slowest rank to three bare GEMMs of its tokens with the full weight. `MiB`: peak memory beyond inputs and
-masters, with the gradients.""",
-        (Group(("ratio", "peak MiB"), "", "problems", "ratio · MiB, by N x D x V and GPUs"),),
+masters, with the gradients. `Liger, tensor parallel (CuTe)`: tokens gathered, then
+`fused_linear_scaled_cross_entropy_tp` of Liger's native kernels on row shards cast to bf16, without NVLink
+multicast. Errors are relative (L2) to fp64, on 256 rows of each gradient.""",
+        (
+            Group(("ratio", "peak MiB"), "", "problems", "ratio · MiB, by N x D x V and GPUs"),
+            Group(("ms", "peak MiB", "dW error", "dX error", "loss error"), "^8192x4096x128256 on 2$"),
+        ),
         Picture(
-            "lm_head alone: 8192 tokens of each rank, 4096 features, 128,256 classes",
-            ("8192x4096x128256 on 4",),
+            "lm_head alone on two GPUs: 8192 tokens of each, 4096 features, 128,256 classes",
+            ("8192x4096x128256 on 2",),
             ("ms", "peak MiB"),
             (
                 "vocab_parallel, 1024 MiB",
                 "vocab_parallel, 512 MiB",
                 "gathered, bf16 reduction",
                 "gathered, fp32 reduction",
+                "Liger, tensor parallel (CuTe)",
             ),
             {
                 "vocab_parallel, 1024 MiB": "liger_dist, vocab-parallel, 1024 MiB",

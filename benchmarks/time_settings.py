@@ -48,8 +48,6 @@ class Setting:
     """bytes of a parameter that is updated; None for those of the program"""
     fits: bool = False
     """the rates are fitted to this row"""
-    stated_ms: float | None = None
-    """what a page says that was measured, without a file of results"""
 
     @property
     def name(self) -> str:
@@ -57,8 +55,6 @@ class Setting:
 
     @property
     def card(self) -> str:
-        if self.stated_ms is not None:
-            return "H100"
         return next(card for card in CARDS if card in _results(self.file)[self.problem]["environment"]["gpu"])
 
     @property
@@ -69,7 +65,7 @@ class Setting:
     @property
     def seconds(self) -> float:
         """What was measured."""
-        return float(self.row["median_ms"] if self.stated_ms is None else self.stated_ms) * 1e-3
+        return float(self.row["median_ms"]) * 1e-3
 
     @property
     def computing(self) -> float | None:
@@ -203,19 +199,28 @@ def _experts(problem: str, model_type: str, shape: dict[str, Any], *, fits: bool
     ]
 
 
-def _of_page(way: str, tokens_per_second: int, **options: Any) -> Setting:
-    """A row of docs/experts.md: tokens per second of two H100s."""
-    return Setting(
-        "docs/experts.md",
-        "12 layers of Qwen3-30B-A3B, on 2",
-        way,
-        MIXTURE | {"num_hidden_layers": 12},
-        "qwen3_moe",
-        sequences=1,
-        ranks=2,
-        options={"strategy": "fsdp2"} | options,
-        stated_ms=2 * 8192 / tokens_per_second * 1e3,
-    )
+def _mixtures() -> list[Setting]:
+    """Steps of a mixture on two GPUs."""
+    ways: dict[str, dict[str, Any]] = {
+        "fsdp2, layers compiled": {},
+        "fsdp2, layers compiled, weights stay gathered": {"reshard_after_forward": False},
+        "ep": {"ep": 2},
+    }
+    return [
+        Setting(
+            "mixture_step",
+            f"12 layers of Qwen3-30B-A3B, {8192 * sequences} tokens a GPU, balanced routers, on 2",
+            way,
+            MIXTURE | {"num_hidden_layers": 12},
+            "qwen3_moe",
+            sequences=sequences,
+            tokens=8192 * sequences,
+            ranks=2,
+            options={"strategy": "fsdp2"} | options,
+        )
+        for sequences in (1, 2, 4)
+        for way, options in ways.items()
+    ]
 
 
 ZERO3: dict[str, Any] = {"strategy": "deepspeed", "deepspeed": "launch/deepspeed/zero3.json"}
@@ -288,6 +293,5 @@ SETTINGS: tuple[Setting, ...] = (
         {"vocab_size": 201088, "num_hidden_layers": 4, "num_local_experts": 32},
         fits=False,
     ),
-    _of_page("fsdp2, layers compiled", 44682),
-    _of_page("fsdp2, ep 2", 28916, ep=2),
+    *_mixtures(),
 )

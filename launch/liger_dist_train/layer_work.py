@@ -64,7 +64,7 @@ class LayerWork:
     shared_experts: float = 0.0
     """numbers of this rank's experts, where ``--ep`` shares them"""
     routed_bytes: float = 0.0
-    """of the tokens that ``--ep`` exchanges once"""
+    """of the rows that ``--ep`` sends once: one of a token for each rank with some of its experts"""
     lora: int = 0
     """LoRA layers"""
     packed: int = 0
@@ -191,6 +191,12 @@ def window_of(text: Any, index: int) -> int | None:
     return getattr(text, "sliding_window", None) if is_sliding else None
 
 
+def ranks_of_a_token(ranks: int, experts: int) -> float:
+    """Returns on how many of ``ranks`` the experts of a token are, on average over balanced routers; 0 for one rank,
+    which sends nothing."""
+    return ranks * (1 - (1 - 1 / ranks) ** experts) if ranks > 1 else 0.0
+
+
 def _between_products(layer: nn.Module, facts: Facts, mixture: Mixture | None) -> LayerWork:
     """Counts the bytes of norms, rotary embedding, attention's inputs and outputs, and gates."""
     text = facts.text
@@ -210,7 +216,7 @@ def _between_products(layer: nn.Module, facts: Facts, mixture: Mixture | None) -
     if mixture is not None:
         copies = mixture.of_a_token * D
         numbers = [one + OF_ROUTED[k] * copies for k, one in enumerate(numbers)]
-        routed = float(facts.tokens * copies * BF16) if (facts.config.ep or 1) > 1 else 0.0
+        routed = facts.tokens * D * BF16 * ranks_of_a_token(facts.config.ep or 1, mixture.of_a_token)
     forward, backward = (Work(moved=float(facts.tokens * BF16 * one)) for one in numbers)
     return LayerWork(forward=forward, backward=backward, routed_bytes=routed)
 

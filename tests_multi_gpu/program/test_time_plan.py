@@ -41,7 +41,8 @@ OFF = {
     "LoRA on 8 layers": 0.31,
     "layers compiled, H100, on 2": 0.19,
     "gpt-oss": 0.23,
-    "ep 2": 0.46,
+    "8192 tokens a GPU, balanced routers, on 2: ep": 0.23,
+    "32768 tokens a GPU, balanced routers, on 2: fsdp2, layers compiled, weights stay gathered": 0.11,
 }
 """bounds of the held-out settings that are not predicted within 10 %, by a part of their names; docs/scaling.md says
 why"""
@@ -74,7 +75,7 @@ def test_a_measured_step_is_predicted(setting: Setting) -> None:
 
 def test_most_steps_of_two_gpus_are_predicted_within_ten_percent() -> None:
     found = [abs(error_of(setting)) for setting in HELD_OUT if setting.ranks == 2]
-    assert sum(error < 0.1 for error in found) >= 14
+    assert sum(error < 0.1 for error in found) >= 20
     assert statistics.median(found) < 0.06
     assert statistics.median(abs(error_of(setting)) for setting in HELD_OUT if setting.ranks == 4) < 0.05
 
@@ -142,8 +143,8 @@ def test_zero_and_ddp_communicate(stage: int) -> None:
 def test_experts_on_several_ranks_move_bytes_from_all_gather_to_all_to_all() -> None:
     plain, routed = shape_of(MIXTURE, 8), shape_of(MIXTURE, 8, "--ep", "8")
     assert plain.units[0].routed_bytes == 0.0
-    # 8192 tokens to 8 experts, 2048 numbers of bf16 each.
-    assert routed.units[0].routed_bytes == 8192 * 8 * 2048 * 2
+    # 8192 tokens to the ranks of 8 experts, 2048 numbers of bf16 each.
+    assert routed.units[0].routed_bytes == pytest.approx(8192 * 8 * (1 - (7 / 8) ** 8) * 2048 * 2)
     experts = 128 * 3 * 2048 * 768
     assert plain.units[0].trained - routed.units[0].trained == experts
     assert routed.units[0].shared_experts == experts / 8
