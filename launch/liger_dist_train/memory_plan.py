@@ -461,13 +461,16 @@ def needs_of_a_layer(a: TrainConfig, strategy: str, text: Any, mixture: Mixture 
     D: int = text.hidden_size
     F: int = text.intermediate_size if mixture is None else mixture.width
     heads: int = text.num_attention_heads
-    queries = heads * (getattr(text, "head_dim", None) or D // heads)
     is_masked = not a.attend_across_documents and a.attention == "sdpa"
+    queries = heads * (getattr(text, "head_dim", None) or D // heads)
     # Over "sp", key heads are repeated until the ranks divide them; with a mask, for SDPA, to as many as query heads.
     groups = 1 if is_masked else max(heads // math.lcm(text.num_key_value_heads or heads, a.sp or 1), 1)
     # Attention of full sequences keeps its output, and the product after it that of this rank's tokens.
     outputs = 2 if (a.sp or 1) > 1 else 1
-    numbers = (1 + outputs) * queries + 2 * queries // groups + _of_norms_and_mlp(a, D, F)
+    of_attention = (1 + outputs) * queries + 2 * queries // groups
+    if getattr(text, "kv_lora_rank", None):
+        of_attention = _of_latent_attention(text, outputs)
+    numbers = of_attention + _of_norms_and_mlp(a, D, F)
     if size == 2 and strategy in AUTOCAST:
         # Under autocast the residual stream is fp32, and products get copies in bf16.
         numbers += 4 * D
@@ -487,6 +490,16 @@ def needs_of_a_layer(a: TrainConfig, strategy: str, text: Any, mixture: Mixture 
         # The output's gradient; those of queries, keys and values as computed, as sent and as received.
         passing = max(passing, T * size * (queries + 3 * (queries + 2 * queries // groups)))
     return LayerNeeds(kept=T * size * numbers + masks + scores, passing=passing + 3 * scores)
+
+
+def _of_latent_attention(text: Any, outputs: int) -> int:
+    """Counts what multi-head latent attention keeps of each token: queries and keys, both joined from two parts; the
+    projection that values and a part of the keys are views of; outputs; both latents before and after their norms."""
+    heads: int = text.num_attention_heads
+    values, plain = heads * text.v_head_dim, heads * text.qk_nope_head_dim
+    scored = plain + heads * text.qk_rope_head_dim
+    latents = (getattr(text, "q_lora_rank", None) or 0) + text.kv_lora_rank
+    return 2 * scored + plain + values + outputs * values + 2 * latents + text.qk_rope_head_dim
 
 
 def _of_norms_and_mlp(a: TrainConfig, D: int, F: int) -> int:

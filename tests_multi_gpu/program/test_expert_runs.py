@@ -19,7 +19,7 @@ import liger_dist
 from liger_dist import LigerDistError
 from liger_dist_train.config import TrainConfig
 from liger_dist_train.expert_loads import ExpertLoads
-from liger_dist_train.memory_plan import plan
+from liger_dist_train.memory_plan import needs_of_layers, plan
 from liger_dist_train.metrics import Flops
 from liger_dist_train.model import find_config, shell
 from liger_dist_train.parallel_dims import parallel_dims_of
@@ -280,3 +280,61 @@ def test_a_shard_of_padding_has_no_balance(router_truth: tuple[Path, float, floa
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     assert gradients
     assert not any(gradient.any() for gradient in gradients)
+
+
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 8,
+    "q_lora_rank": 96,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 48,
+    "moe_intermediate_size": 128,
+    "n_routed_experts": 8,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("llama", {"num_key_value_heads": 2}),
+        ("deepseek_v3", {**LATENT, "first_k_dense_replace": 2}),
+        ("deepseek_v3", {**LATENT, "first_k_dense_replace": 0}),
+    ],
+    ids=["llama", "latent attention", "latent attention and experts"],
+)
+def test_a_layer_keeps_what_is_planned(kind: str, more: dict[str, Any]) -> None:
+    """Bytes that autograd saves for one decoder layer more, in bf16; heads of one size, so that SDPA is fused here."""
+    tokens = 512
+    sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8}
+    config = AutoConfig.for_model(kind, max_position_embeddings=tokens, **sizes, **more)
+    one, two = (kept_bytes(config, number, tokens) for number in (1, 2))
+    options = TrainConfig(sequence_length=tokens, batch_size=1, dtype="bfloat16")
+    config.num_hidden_layers = 2
+    layers = AutoModelForCausalLM.from_config(config).model.layers
+    planned = needs_of_layers(options, "fsdp2", config, layers)[-1].kept
+    assert planned == pytest.approx(two - one, rel=0.1)
+
+
+def kept_bytes(config: Any, layers: int, tokens: int) -> int:
+    """Counts the bytes of activations that a forward saves."""
+    config.num_hidden_layers = layers
+    torch.manual_seed(0)
+    model = liger_dist.wrap(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)).train()
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    saved: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    ids = torch.randint(64, (1, tokens), generator=torch.Generator().manual_seed(0))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    assert loss.requires_grad
+    return sum(saved.values())
