@@ -112,6 +112,10 @@ def _plan(index_TK: Tensor, num_experts: int, group: dist.ProcessGroup) -> _Plan
     )
 
 
+def _refuse_second_order() -> None:
+    refuse_second_order("expert parallelism", "load the model without ep_implementation='liger_dist'")
+
+
 class _Dispatch(torch.autograd.Function):
     """Sends hidden states and the router's weights of each row to the ranks of its experts."""
 
@@ -130,7 +134,7 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_hidden_MD: Tensor, d_weight_MK: Tensor, _: None) -> Any:
-        refuse_second_order("expert parallelism", "load the model without ep_implementation='liger_dist'")
+        _refuse_second_order()
         plan: _Plan = ctx.plan
         d_hidden_TD = combine_rows(plan.send_back(d_hidden_MD), plan.routing)
         d_weight_NK = plan.send_back(d_weight_MK)
@@ -153,6 +157,7 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_y_TD: Tensor) -> tuple[None, Tensor]:
+        _refuse_second_order()
         return None, ctx.plan.send(gather_rows(d_y_TD.contiguous(), ctx.plan.routing))
 
 

@@ -163,6 +163,21 @@ def test_experts_on_several_ranks_are_all_experts(
                 assert_below(errors, 1e-12)
 
 
+def test_second_order_gradients_are_refused(workers_2: Workers) -> None:
+    needs_registry()
+    for message in workers_2.run(message_of_second_order):
+        assert "not available from expert parallelism" in message
+
+
+def message_of_second_order() -> str:
+    """Of gradients of parameters alone, whose backward ends before that of the first exchange."""
+    experts = shard(make_experts(), "liger_dist", torch.float64)
+    y = experts(*inputs(dist.get_rank(), 6, "drawn", 3, 2))
+    with pytest.raises(liger_dist.LigerDistError) as raised:
+        torch.autograd.grad(y.square().sum(), list(experts.parameters()), create_graph=True)
+    return str(raised.value)
+
+
 def test_bf16_is_rounded_once_a_rank(workers_4: Workers) -> None:
     """No worse than transformers' exchange, which rounds each expert's output."""
     needs_registry()
