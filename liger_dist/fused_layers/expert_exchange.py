@@ -22,7 +22,7 @@ from liger_dist.errors import LigerDistError, refuse_second_order
 from liger_dist.model.torch_modes import untraced
 from liger_dist_kernels import Routing, combine_rows, gather_rows, route
 
-from .experts import NAME, experts_forward
+from .experts import NAME, experts_forward, pair_by_pair
 from .swap import match_of
 
 _BITS = {torch.float64: torch.int64, torch.float32: torch.int32}
@@ -204,5 +204,4 @@ class ExchangeOfTokens:
             return self._compute(hidden_MD, index_MK, weight_MK, index_MK.numel())[:0]
         if match_of(self.experts) is not None:
             return experts_forward(self.experts, hidden_MD, index_MK, weight_MK, num_rows=pairs)
-        y: Tensor = self.forward(hidden_MD, index_MK, weight_MK)
-        return y
+        return pair_by_pair(self.forward, hidden_MD, index_MK, weight_MK, num_experts=self.num_experts, num_pairs=pairs)

@@ -14,9 +14,10 @@ Legend: E experts, D hidden, H features of the first projection, r LoRA rank.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -39,7 +40,7 @@ from liger_dist.model.torch_modes import is_transformed
 from liger_dist.trials.attributes import Attributes, numbers_of
 from liger_dist.trials.isolated import LeftAloneError, probing
 from liger_dist.trials.kinds import PROBE_SCALES, agrees, exchanged, run_class_forward
-from liger_dist_kernels import ACTIVATIONS, Backend, GateOptions
+from liger_dist_kernels import ACTIVATIONS, Backend, GateOptions, route
 from liger_dist_kernels.expert_activation import gate_in_torch, split_projection
 
 from .grouped_experts import ExpertOptions, ExpertTensors, experts, experts_of_four_bits, supports
@@ -262,13 +263,40 @@ def experts_forward(
                 f"the implementation, the activation or the settings of a {type(module).__name__} have changed since "
                 "liger_dist.wrap, and LoRA on it is computed with it; call liger_dist.unwrap(model) and wrap it again."
             )
-        original = _original_experts(module, match.config.original._experts_implementation)
-        return original(module, hidden_states, top_k_index, top_k_weights)  # type: ignore[no-any-return]
+        original = partial(_original_experts(module, match.config.original._experts_implementation), module)
+        if num_rows is not None:
+            return pair_by_pair(
+                original, hidden_states, top_k_index, top_k_weights, num_experts=module.num_experts, num_pairs=num_rows
+            )
+        return original(hidden_states, top_k_index, top_k_weights)  # type: ignore[no-any-return]
     tensors, options = _with_low_rank(*_tensors(module, match), match, low_rank, hidden_states.dtype)
     if num_rows is not None:
         options = replace(options, num_rows=num_rows)
     compute = experts if options.up_state is None and options.down_state is None else experts_of_four_bits
     return compute(hidden_states, top_k_index, top_k_weights, tensors, options=options)
+
+
+def pair_by_pair(
+    forward: Callable[..., Tensor],
+    hidden_TD: Tensor,
+    index_TK: Tensor,
+    weight_TK: Tensor,
+    *,
+    num_experts: int,
+    num_pairs: int,
+) -> Tensor:
+    """Computes the experts by a forward of transformers that gets the pairs of a token and an expert alone, as tokens
+    of one expert each: that of gpt-oss takes no index that names no expert, and others compute a row for it.
+
+    Args:
+        index_TK: ``num_experts`` or more names no expert.
+        num_pairs: number of the others.
+    """
+    T, K = index_TK.shape
+    pair_P = route(index_TK, num_experts, num_pairs).pair_S.long()
+    index_P1, weight_P1 = (one.reshape(-1)[pair_P, None] for one in (index_TK, weight_TK))
+    y_PD = forward(hidden_TD[pair_P // K], index_P1, weight_P1)
+    return y_PD.new_zeros(T * K, y_PD.shape[1]).index_copy(0, pair_P, y_PD).view(T, K, -1).sum(1)
 
 
 def _not_swapped(module: Any) -> Any:

@@ -18,6 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from truth import relative_error
 
 import liger_dist
+from liger_dist.fused_layers import swap_layers
+from liger_dist.fused_layers.swap import match_of
 from liger_dist.sharding.process_groups import compute_device
 
 E, D, FEATURES = 8, 16, 12
@@ -31,16 +33,19 @@ CHOICES = {
 }
 
 
-def make_experts() -> Any:
-    from transformers import Qwen3MoeConfig
+def make_experts(family: str = "qwen3_moe") -> Any:
+    from transformers import GptOssConfig, Qwen3MoeConfig
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-    config = Qwen3MoeConfig(hidden_size=D, moe_intermediate_size=FEATURES, num_experts=E)
+    config: Any = Qwen3MoeConfig(hidden_size=D, moe_intermediate_size=FEATURES, num_experts=E)
+    if family == "gpt_oss":
+        config = GptOssConfig(hidden_size=D, intermediate_size=FEATURES, num_local_experts=E)
     config._experts_implementation = "eager"
-    experts = Qwen3MoeExperts(config)
+    experts: Any = Qwen3MoeExperts(config) if family == "qwen3_moe" else GptOssExperts(config)
     generator = torch.Generator().manual_seed(0)
-    for name in ("gate_up_proj", "down_proj"):
-        drawn = on_device.randn(*getattr(experts, name).shape, generator=generator, dtype=torch.float64)
+    for name, parameter in list(experts.named_parameters()):
+        drawn = on_device.randn(*parameter.shape, generator=generator, dtype=torch.float64)
         setattr(experts, name, torch.nn.Parameter(drawn.to(compute_device())))
     return experts
 
@@ -53,8 +58,8 @@ def shard(experts: Any, implementation: str, dtype: torch.dtype) -> Any:
     world, rank = dist.get_world_size(), dist.get_rank()
     device = compute_device().type
     mesh = init_device_mesh(device, (world, 1), mesh_dim_names=("ep", "tp"))
-    for name in ("gate_up_proj", "down_proj"):
-        part = getattr(experts, name).detach().chunk(world)[rank].to(dtype)
+    for name, parameter in list(experts.named_parameters()):
+        part = parameter.detach().chunk(world)[rank].to(dtype)
         setattr(experts, name, torch.nn.Parameter(part.clone()))
     experts.num_experts, experts._is_expert_parallel = E // world, True
     style = EpDispatchExpertsParallel()
@@ -161,6 +166,32 @@ def test_experts_on_several_ranks_are_all_experts(
             checkpointed = top_k == 3 and which == "even"
             for errors in workers.run(compared, choice, which, top_k, torch.float64, checkpointed):
                 assert_below(errors, 1e-12)
+
+
+@pytest.mark.parametrize("what", ["as built", "wrapped, and implemented otherwise since"])
+def test_forwards_that_take_no_other_index(what: str, workers_2: Workers) -> None:
+    """That of gpt-oss raises for an index that names no expert of the rank."""
+    needs_registry()
+    is_swapped = what != "as built"
+    for mine, theirs in zip(
+        workers_2.run(gpt_oss_results, "liger_dist", is_swapped),
+        workers_2.run(gpt_oss_results, "auto", False),
+        strict=True,
+    ):
+        assert_below({name: relative_error(one, theirs[name]) for name, one in mine.items()}, 1e-12)
+
+
+def gpt_oss_results(implementation: str, is_swapped: bool) -> dict[str, Tensor]:
+    experts = shard(make_experts("gpt_oss"), implementation, torch.float64)
+    if is_swapped:
+        swap_layers(experts, backend="reference", owner="test")
+        assert match_of(experts) is not None
+        experts.config.original._experts_implementation = None
+    hidden, index, weight = inputs(dist.get_rank(), 6, "drawn", 3, 2)
+    given = {"hidden": hidden.requires_grad_(), "weight": weight.requires_grad_(), **dict(experts.named_parameters())}
+    y = experts(hidden, index, weight)
+    gradients = torch.autograd.grad(y, list(given.values()), upstream(y))
+    return {"output": y.detach(), **dict(zip(given, gradients, strict=True))}
 
 
 def test_second_order_gradients_are_refused(workers_2: Workers) -> None:
