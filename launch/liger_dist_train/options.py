@@ -195,7 +195,7 @@ class TrainOptions:
     compile: Optional[bool] = option(
         None,
         "compile every decoder layer from its own code, with the memory of our kernels; default: on GPUs, except with "
-        "deepspeed, mlp_tile_tokens, and layers that are recurrent or quantized",
+        "deepspeed, ep, mlp_tile_tokens, and layers that are recurrent or quantized",
     )
     float8: Optional[Literal["tensorwise", "rowwise"]] = option(
         None,
