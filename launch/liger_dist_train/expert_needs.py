@@ -11,7 +11,14 @@ from typing import Any
 from torch import nn
 
 from .config import TrainConfig
+from .expert_parallel import has_own_exchange
 from .metrics import EXPERTS_OF_A_TOKEN
+
+
+def ranks_of_a_token(ranks: int, experts: int) -> float:
+    """Returns on how many of ``ranks`` the experts of a token are, on average over balanced routers; 0 for one rank,
+    which sends nothing."""
+    return ranks * (1 - (1 - 1 / ranks) ** experts) if ranks > 1 else 0.0
 
 
 @dataclass(frozen=True)
@@ -51,12 +58,13 @@ class Mixture:
 
     def kept(self, a: TrainConfig, hidden_size: int) -> int:
         """Counts what is kept of each token beside gate and up: the input of the experts, and logits of the router, as
-        they are and as probabilities in fp32. Experts on other ranks get copies of the tokens, and their outputs are
-        kept for the gradient of the router. Without layer kernels, also sorted tokens, activations and outputs."""
+        they are and as probabilities in fp32. Experts of several ranks keep the tokens that they get, once for each
+        rank; transformers' own exchange keeps a copy for each expert, and its output for the gradient of the router.
+        Without layer kernels, also sorted tokens, activations and outputs."""
         D, K, F = hidden_size, self.of_a_token, self.features
         numbers = D + 3 * self.experts
         if (a.ep or 1) > 1:
-            numbers += 2 * K * D
+            numbers += round(ranks_of_a_token(a.ep or 1, K) * D) if has_own_exchange() else 2 * K * D
         if not a.layer_kernels:
             numbers += K * (3 * D + 2 * F)
         return numbers

@@ -18,6 +18,13 @@ from .distributed import device
 from .parallel_dims import ParallelDims
 
 
+def has_own_exchange() -> bool:
+    """True if transformers takes this library's exchange of tokens, which keeps less for the backward."""
+    from transformers.distributed import DistributedConfig
+
+    return "ep_implementation" in signature(DistributedConfig).parameters
+
+
 def shard_experts(model: Any, config: TrainConfig, dims: ParallelDims) -> nn.Module:
     """Shards a model without storage: experts over the ranks of a group, and over the groups; all else over all ranks,
     as under FSDP2. Its parameters get storage and no values, its buffers values.
@@ -30,7 +37,7 @@ def shard_experts(model: Any, config: TrainConfig, dims: ParallelDims) -> nn.Mod
     check_experts(model, dims)
     tied = {name.rpartition(".")[0] for pair in model.all_tied_weights_keys.items() for name in pair}
     exchange = {}
-    if "ep_implementation" in signature(DistributedConfig).parameters:
+    if has_own_exchange():
         register_expert_parallelism()
         exchange = {"ep_implementation": "liger_dist"}
     # FSDP2 shares a weight within a group only: that of the root has what has no rule.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .bases import quantisable
 from .config import TrainConfig
-from .expert_needs import Mixture
+from .expert_needs import Mixture, ranks_of_a_token
 
 BF16, FP32 = 2, 4
 OF_NORM = (4, 8)
@@ -189,12 +189,6 @@ def window_of(text: Any, index: int) -> int | None:
     kinds = getattr(text, "layer_types", None)
     is_sliding = kinds is not None and kinds[index] == "sliding_attention"
     return getattr(text, "sliding_window", None) if is_sliding else None
-
-
-def ranks_of_a_token(ranks: int, experts: int) -> float:
-    """Returns on how many of ``ranks`` the experts of a token are, on average over balanced routers; 0 for one rank,
-    which sends nothing."""
-    return ranks * (1 - (1 - 1 / ranks) ** experts) if ranks > 1 else 0.0
 
 
 def _between_products(layer: nn.Module, facts: Facts, mixture: Mixture | None) -> LayerWork:
