@@ -56,7 +56,7 @@ class _Plan(NamedTuple):
     routing: Routing
     """rows ``[N]`` of this rank's tokens, sorted by the rank that they are sent to"""
     owner_TK: Tensor
-    """int64: rank of each expert; R for an index that names none"""
+    """rank of each expert; of an index that names none, a number that no rank has"""
     sent: list[int]
     received: list[int]
     pairs: int
@@ -90,15 +90,14 @@ def _plan(index_TK: Tensor, num_experts: int, group: dist.ProcessGroup) -> _Plan
         num_experts: of this rank.
     """
     R = group.size()
-    is_expert_TK = (index_TK >= 0) & (index_TK < num_experts * R)
-    owner_TK = torch.where(is_expert_TK, index_TK // num_experts, R).long()
-    pairs_TR = torch.zeros(len(index_TK), R + 1, dtype=torch.int64, device=index_TK.device)
-    pairs_TR = pairs_TR.scatter_add_(1, owner_TK, torch.ones_like(owner_TK))[:, :R]
     ranks = torch.arange(R, device=index_TK.device)
-    counts_R2 = torch.stack([(pairs_TR > 0).sum(0), pairs_TR.sum(0)], 1)
+    owner_TK = index_TK // num_experts
+    pairs_TR = (owner_TK[..., None] == ranks).sum(1)
+    has_pairs_TR = pairs_TR > 0
+    counts_R2 = torch.stack([has_pairs_TR.sum(0), pairs_TR.sum(0)], 1)
     received_R2 = torch.empty_like(counts_R2)
     dist.all_to_all_single(received_R2, counts_R2, group=group)
-    routing = route(torch.where(pairs_TR > 0, ranks, R), R)
+    routing = route(torch.where(has_pairs_TR, ranks, R), R)
     sent, received = torch.stack([counts_R2, received_R2]).tolist()
     rows = sum(rows for rows, _ in sent)
     routing = routing._replace(pair_S=routing.pair_S[:rows], expert_S=routing.expert_S[:rows])
@@ -142,9 +141,10 @@ class _Dispatch(torch.autograd.Function):
             return None, d_hidden_TD, d_weight_NK.new_zeros(plan.owner_TK.shape), None
         # The rank of each expert has its gradient.
         R = plan.routing.row_TK.shape[1]
-        row_TK = plan.routing.row_TK.long().gather(1, plan.owner_TK.clamp(max=R - 1))
+        owner_TK = plan.owner_TK.long().clamp(0, R - 1)
+        row_TK = plan.routing.row_TK.long().gather(1, owner_TK)
         d_weight_TK = d_weight_NK.gather(0, row_TK.clamp(max=len(d_weight_NK) - 1))
-        return None, d_hidden_TD, d_weight_TK.where(plan.owner_TK < R, 0.0), None
+        return None, d_hidden_TD, d_weight_TK.where(owner_TK == plan.owner_TK, 0.0), None
 
 
 class _Combine(torch.autograd.Function):
