@@ -496,10 +496,12 @@ def _of_latent_attention(text: Any, outputs: int) -> int:
     """Counts what multi-head latent attention keeps of each token: queries and keys, both joined from two parts; the
     projection that values and a part of the keys are views of; outputs; both latents before and after their norms."""
     heads: int = text.num_attention_heads
-    values, plain = heads * text.v_head_dim, heads * text.qk_nope_head_dim
-    scored = plain + heads * text.qk_rope_head_dim
-    latents = (getattr(text, "q_lora_rank", None) or 0) + text.kv_lora_rank
-    return 2 * scored + plain + values + outputs * values + 2 * latents + text.qk_rope_head_dim
+    values: int = heads * text.v_head_dim
+    plain: int = heads * text.qk_nope_head_dim
+    rotated: int = text.qk_rope_head_dim
+    scored = plain + heads * rotated
+    latents: int = (getattr(text, "q_lora_rank", None) or 0) + text.kv_lora_rank
+    return 2 * scored + plain + values + outputs * values + 2 * latents + rotated
 
 
 def _of_norms_and_mlp(a: TrainConfig, D: int, F: int) -> int:
