@@ -120,7 +120,7 @@ WORKLOADS = (
         is_pictured=True,
     ),
     Workload(
-        "experts on two ranks, 12 layers of Qwen3-30B-A3B",
+        "12 layers of Qwen3-30B-A3B, `--ep 2`",
         "mixture_step",
         "12 layers of Qwen3-30B-A3B, 16384 tokens a GPU, balanced routers, on 2",
         "ep",
@@ -170,7 +170,7 @@ WORKLOADS = (
     Workload(
         "vocab-parallel lm_head alone",
         "vocab_parallel",
-        "8192x4096x128256 on 4",
+        "8192x4096x128256 on 2",
         "vocab_parallel, 1024 MiB",
         "gathered, fp32",
     ),

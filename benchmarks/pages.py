@@ -168,16 +168,19 @@ torch gives up. [Mixtures of experts](../experts.md) explains what is computed."
     Page(
         "mixture_step",
         "Training steps of a mixture on two GPUs",
-        """Twelve layers of Qwen3-30B-A3B as `liger-dist train` builds them: fp32 masters, bf16 compute, clipping
-and AdamW; sequences of 8192 random tokens. `ep`: each rank has half of the experts of every layer, and tokens are sent
-once to each rank that has some of their experts. `transformers' exchange`: the same layout, with a row sent for
-each expert of a token. `weights stay gathered`: `--reshard_after_forward false`. `exposed`: the GPU runs NCCL's
-kernels alone. Products, attention, optimizer, copies, the rest and `nccl` are milliseconds of kernels by their
-names, some of them at the same time; `nccl` includes waiting for the other GPU. `load`: tokens of the fullest
-expert over the mean. [Mixtures of experts](../experts.md#two-gpus) draws the conclusions.""",
+        """Twelve layers of Qwen3-30B-A3B as `liger-dist train` builds them: fp32 masters, bf16 compute,
+clipping and AdamW; sequences of 8192 random tokens. Balanced routers: o_proj and down_proj are zero at the
+start, so that routers see the embeddings of random tokens. `ep`: each rank has half of the experts of every
+layer, layers are not compiled, and each token is sent once to each rank that has some of its experts.
+`transformers' exchange`: the same layout, with a row sent for each expert of a token. `weights stay gathered`:
+`--reshard_after_forward false`. `computing`: a kernel runs that is not NCCL's; `exposed`: NCCL's kernels alone;
+`idle`: none. Products, attention, optimizer (AdamW, norms and FSDP2's casts), copies, the rest and `nccl` are
+milliseconds of kernels by their names, some of them at the same time; `nccl` includes waiting for the other
+GPU. `load`: tokens of the fullest expert over the mean. [Mixtures of experts](../experts.md#two-gpus) draws the
+conclusions.""",
         (
             Group(("tokens/s a GPU", "peak GiB"), "", "problems", "tokens/s of a GPU · peak GiB"),
-            Group(("ms", "computing ms", "exposed ms", "idle ms", "host ms"), "balanced"),
+            Group(("ms", "computing ms", "exposed ms", "idle ms"), "balanced"),
             Group(
                 ("products ms", "attention ms", "optimizer ms", "copies ms", "rest ms", "nccl ms", "load"),
                 "16384 tokens",
@@ -199,11 +202,13 @@ expert over the mean. [Mixtures of experts](../experts.md#two-gpus) draws the co
     Page(
         "replayed_update",
         "An update with replay",
-        """The gradient of GRPO's clipped objective and AdamW, of four layers of Qwen3-30B-A3B under FSDP2 with two
-GPUs: fp32 masters, bf16 compute, 2 x 4096 tokens for each. `sampling replay`: 50 classes of each token.
-`routing replay`: recorded experts. `ratio`: the largest distance from 1 of the ratio between the policy of
-the update and that of an earlier forward at equal weights.""",
-        (Group((*STEP, "of plain", "ratio")),),
+        """The gradient of GRPO's clipped objective, clipping of gradients and AdamW with a learning rate of 0, of four
+layers of Qwen3-30B-A3B under FSDP2 with two GPUs: fp32 masters, bf16 compute, 2 x 4096 tokens for each.
+`sampling replay`: 50 classes of each token. `routing replay`: recorded experts. `of plain`: time to the
+update without replay. `policy ratio error`: the largest distance from 1 of the ratio between the policy of
+the update and that of an earlier forward at equal weights; 0 in all ways, because a forward repeats its
+values.""",
+        (Group((*STEP, "of plain", "policy ratio error")),),
         Picture(
             "An update of 4 layers of Qwen3-30B-A3B under FSDP2, 8192 tokens for each GPU",
             ("Qwen3-30B-A3B, 4 layers, 8192 tokens a GPU, FSDP2 on 2",),
@@ -370,15 +375,17 @@ time to three bare cuBLAS GEMMs of the next multiple of 64 classes.""",
 masters and gradients. `vocab_parallel`: tokens are exchanged, with budgets for one chunk. `gathered`: the
 weight is all-gathered and its gradient reduced in the named dtype, as FSDP2 does. `ratio`: time of the
 slowest rank to three bare GEMMs of its tokens with the full weight. `MiB`: peak memory beyond inputs and
-masters, with the gradients. `Liger, tensor parallel (CuTe)`: tokens gathered, then
+masters, with the gradients. `Liger, tensor parallel (CuTe)`: tokens are all-gathered, then
 `fused_linear_scaled_cross_entropy_tp` of Liger's native kernels on row shards cast to bf16, without NVLink
-multicast. Errors are relative (L2) to fp64, on 256 rows of each gradient.""",
+multicast; its first shape includes about 2 GiB that it reserves once in a process, and on 16,384 tokens a check
+of its cluster sizes fails. Errors are relative (L2) to fp64, on 256 rows of each gradient. The rows of two
+GPUs were measured with two copies of the rows in bf16, of which one is left: 501 MiB at 4096 features.""",
         (
             Group(("ratio", "peak MiB"), "", "problems", "ratio · MiB, by N x D x V and GPUs"),
             Group(("ms", "peak MiB", "dW error", "dX error", "loss error"), "^8192x4096x128256 on 2$"),
         ),
         Picture(
-            "lm_head alone on two GPUs: 8192 tokens of each, 4096 features, 128,256 classes",
+            "lm_head alone on two GPUs: 8192 tokens of each rank, 4096 features, 128,256 classes",
             ("8192x4096x128256 on 2",),
             ("ms", "peak MiB"),
             (

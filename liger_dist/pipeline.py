@@ -363,7 +363,7 @@ class _Doubled(torch.autograd.Function):
 
 @cache
 def _keeps_custom_nodes() -> bool:
-    """Tries whether a backward can begin at the node of a custom autograd function after its output is gone, as that of
+    """True if a backward can begin at the node of a custom autograd function whose output has been freed, as that of
     weights does in a schedule that splits the backward."""
     given = torch.ones(1, device="cpu", requires_grad=True)
     node: Any = _Doubled.apply(given).grad_fn  # type: ignore[no-untyped-call]
@@ -477,7 +477,7 @@ def _number_of_items(last: nn.Module, input_ids: Tensor, labels: Tensor, given: 
 
 
 def _let_inputs_require_gradients(stages: list[Any]) -> None:
-    """Renews the memory for received hidden states where it requires no gradients: torch 2.11 allocates it in the first
+    """Reallocates the receive buffers of hidden states that require no gradients: torch 2.11 allocates it in the first
     step of a schedule, which may be an evaluation. A torch that notes ``tensor_meta`` decides in each step."""
     for stage in stages:
         for one in (one for received in stage.args_recv_info.values() for one in received):

@@ -89,7 +89,7 @@ class Matrix:
             self._table([*principal, *EXPERT_PARALLEL], EXPERT_COLUMNS),
             "Experts are computed by [grouped products](experts.md); those with biases are gpt-oss's. Rows of\n"
             "transformers are models that it loads with a `DistributedConfig`, with experts on two ranks;\n"
-            'tokens once per rank: with `ep_implementation="liger_dist"`.\n',
+            'tokens once per rank: with `ep_implementation="liger_dist"`, under TP by transformers.\n',
             "## Replicated frozen weights\n",
             self._table(FROZEN, FROZEN_COLUMNS),
             "The rows meet every kind of data and use below with a saved head, and with LoRA on the head where that\n"

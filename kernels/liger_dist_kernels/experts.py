@@ -54,8 +54,8 @@ def route(index_TK: Tensor, num_experts: int, num_rows: int | None = None) -> Ro
     Args:
         index_TK: integers; an index of ``num_experts`` or more names no expert, as of pairs whose expert is on another
             rank.
-        num_rows: number of pairs with an expert, or more, where the host knows it: so many rows are then allocated,
-            at least one. Default: ``T * K``.
+        num_rows: upper bound of the pairs with an expert, where the host knows one: rows of pairs are cut to it.
+            Default: ``T * K``.
     """
     dtype = expert_dtype(num_experts)
     expert_S, pair_S = torch.sort(index_TK.reshape(-1).clamp(max=num_experts).to(dtype), stable=True)

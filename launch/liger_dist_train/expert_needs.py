@@ -16,8 +16,8 @@ from .metrics import EXPERTS_OF_A_TOKEN
 
 
 def ranks_of_a_token(ranks: int, experts: int) -> float:
-    """Returns on how many of ``ranks`` the experts of a token are, on average over balanced routers; 0 for one rank,
-    which sends nothing."""
+    """Returns on about how many of ``ranks`` the experts of a token are, on average over balanced routers, as if they
+    were drawn independently; 0 for one rank, which sends nothing."""
     return ranks * (1 - (1 - 1 / ranks) ** experts) if ranks > 1 else 0.0
 
 
@@ -58,8 +58,8 @@ class Mixture:
 
     def kept(self, a: TrainConfig, hidden_size: int) -> int:
         """Counts what is kept of each token beside gate and up: the input of the experts, and logits of the router, as
-        they are and as probabilities in fp32. Experts of several ranks keep the tokens that they get, once for each
-        rank; transformers' own exchange keeps a copy for each expert, and its output for the gradient of the router.
+        they are and as probabilities in fp32. With ``--ep`` a rank keeps one row of each token that it receives;
+        transformers' own dispatch keeps a copy for each expert, and its output for the gradient of the router.
         Without layer kernels, also sorted tokens, activations and outputs."""
         D, K, F = hidden_size, self.of_a_token, self.features
         numbers = D + 3 * self.experts

@@ -1,10 +1,9 @@
-"""Exchange of tokens between ranks that share the experts of a layer, as an implementation of transformers' expert
-parallelism.
+"""Dispatch of tokens to the ranks of their experts and back, as an implementation of transformers' expert parallelism.
 
 Each rank sends a token once to every rank that has some of its experts, with the indices and the router's weights of
 these experts. That rank returns one row for it: the weighted sum over its experts, which the sender adds up over the
-ranks in a fixed order. The backward sends gradients the same ways back. transformers sends a row for each pair of token
-and expert instead, both ways: with 8 experts of a token on 2 ranks about four times as many.
+ranks in a fixed order. The backward returns gradients by the reverse all-to-alls. transformers sends a row for each
+pair of token and expert instead, both ways: with 8 experts of a token on 2 ranks about four times as many.
 
 Legend: T tokens of this rank, K experts of a token, R ranks that share the experts, N rows that this rank sends, M rows
 that it receives, P pairs of a received row and an expert of this rank, D hidden.
@@ -47,18 +46,20 @@ def register_expert_parallelism() -> None:
             f"transformers is {transformers.__version__}, which takes no implementations of expert parallelism; "
             "install 5.24 or newer, or leave out ep_implementation."
         ) from error
-    EPImplementationInterface.register(NAME, ExchangeOfTokens)
+    EPImplementationInterface.register(NAME, ExpertExchange)
 
 
 class _Plan(NamedTuple):
-    """Which tokens go where in one call."""
+    """Rows and counts of the all-to-alls of one call."""
 
     routing: Routing
     """rows ``[N]`` of this rank's tokens, sorted by the rank that they are sent to"""
     owner_TK: Tensor
     """rank of each expert; of an index that names none, a number that no rank has"""
     sent: list[int]
+    """rows for each rank"""
     received: list[int]
+    """rows of each rank"""
     pairs: int
     """P"""
     group: dist.ProcessGroup
@@ -69,10 +70,11 @@ class _Plan(NamedTuple):
         return self.routing.pair_S.long() // self.routing.row_TK.shape[1]
 
     def send(self, x_N: Tensor) -> Tensor:
-        """Sends rows to the ranks of their experts; returns those of this rank."""
+        """Sends rows ``[N, ...]`` to the ranks of their experts by an all-to-all; returns ``[M, ...]``."""
         return _exchanged(x_N, self.received, self.sent, self.group)
 
     def send_back(self, x_M: Tensor) -> Tensor:
+        """Sends rows ``[M, ...]`` to the ranks of their tokens by an all-to-all; returns ``[N, ...]``."""
         return _exchanged(x_M, self.sent, self.received, self.group)
 
 
@@ -83,7 +85,7 @@ def _exchanged(x: Tensor, out_sizes: list[int], in_sizes: list[int], group: dist
 
 
 def _plan(index_TK: Tensor, num_experts: int, group: dist.ProcessGroup) -> _Plan:
-    """Counts and sorts what is sent to each rank. The host waits for the counts.
+    """Counts the rows for each rank and sorts tokens by rank. The host waits for the counts, one all-to-all.
 
     Args:
         index_TK: experts of all ranks.
@@ -161,9 +163,9 @@ class _Combine(torch.autograd.Function):
         return None, ctx.plan.send(gather_rows(d_y_TD.contiguous(), ctx.plan.routing))
 
 
-class ExchangeOfTokens:
-    """Exchange of one layer, an ``EPImplementation`` of transformers. Groups whose ranks share a batch (``tp_size``),
-    and experts whose kernel exchanges tokens itself, have transformers' implementation."""
+class ExpertExchange:
+    """Dispatch of one layer, an ``EPImplementation`` of transformers. With ``tp_size`` above 1, and for experts whose
+    kernel exchanges tokens itself, transformers' implementation runs."""
 
     needs_shared_batch = False
 
