@@ -31,6 +31,10 @@ from .model.stages import Absent, AbsentCall, AbsentEmbedding, AbsentHead, Stage
 from .model.structure import Structure, embedding_of, find_structure
 from .record import is_wrapped, record_of
 from .sharding.process_groups import gathered
+from .versions import numbers
+
+_SENDS_EVERY_GRADIENT = numbers(torch.__version__)[:2] == (2, 12)
+"""torch 2.12 expects a gradient to send from each stage, also to frozen ones, which need none"""
 
 
 def pipeline_stage(
@@ -258,16 +262,19 @@ def pipeline_step(
     stages: list[Any] = []
     refusal, batch, items = None, "", None
     trained: dict[int, bool] = {}
+    splits = False
     try:
         stages = _stages_of(schedule)
-        trained = _trained_stages(schedule, stages)
+        splits = _splits_backward(schedule)
+        trained = _trained_stages(stages) if splits or _SENDS_EVERY_GRADIENT else {}
         batch = _checked(schedule, stages, {"input_ids": input_ids, "labels": labels} | given)
         items = None if num_items_in_batch is None else _one_number(num_items_in_batch, labels.device)
     except Exception as error:
         refusal = error
     passes = "forward and backward" if torch.is_grad_enabled() else "a forward"
     counted = f"num_items_in_batch {'left out' if num_items_in_batch is None else 'given'}"
-    _agree(refusal, stages[0].group if stages else None, batch, f"{passes}, {counted}", trained)
+    group = stages[0].group if stages else None
+    _agree(refusal, group, batch, f"{passes}, {counted}", trained, splits=splits)
     is_first = any(stage.is_first for stage in stages)
     last = next((stage.submod for stage in stages if stage.is_last), None)
     count = schedule._n_microbatches
@@ -414,22 +421,29 @@ def _checksum(tensor: Tensor) -> Tensor:
     return total
 
 
-def _trained_stages(schedule: Any, stages: list[Any]) -> dict[int, bool]:
-    """Says of the stages of this rank if any parameter trains; empty where a step needs no such thing."""
-    if not torch.is_grad_enabled() or not _splits_backward(schedule):
+def _trained_stages(stages: list[Any]) -> dict[int, bool]:
+    """Says of the stages of this rank if any parameter trains; empty without gradients."""
+    if not torch.is_grad_enabled():
         return {}
     return {stage.stage_index: any(p.requires_grad for p in stage.submod.parameters()) for stage in stages}
 
 
 def _agree(
-    refusal: Exception | None, group: dist.ProcessGroup | None, batch: str, step: str, trained: dict[int, bool]
+    refusal: Exception | None,
+    group: dist.ProcessGroup | None,
+    batch: str,
+    step: str,
+    trained: dict[int, bool],
+    *,
+    splits: bool,
 ) -> None:
     """Exchanges refusals, and descriptions of batches and steps, over all ranks.
 
     Args:
         group: of the ranks of a pipeline, which have the same batch.
         step: same on all ranks.
-        trained: of :func:`_trained_stages`.
+        trained: of :func:`_trained_stages`; empty where it makes no difference.
+        splits: True if the schedule splits the backward.
 
     Raises:
         LigerDistError: on all ranks, if one refuses, if ranks of a pipeline have different batches, or if their
@@ -456,11 +470,21 @@ def _agree(
         first = min((index for index, trains in of_pipeline.items() if trains), default=0)
         # torch finds the products of weights on the way from the loss to the input of a stage, if it has a gradient.
         if first > 0:
-            raise LigerDistError(
-                f"stage {first} trains and all stages before it are frozen, but the schedule runs the backward of "
-                f"weights after that of inputs, and would lose the gradients of stage {first}; choose Schedule1F1B or "
-                "ScheduleInterleaved1F1B."
-            )
+            why = _of_frozen_stages(first, splits=splits)
+            raise LigerDistError(f"stage {first} trains and all stages before it are frozen, but {why}.")
+
+
+def _of_frozen_stages(first: int, *, splits: bool) -> str:
+    """Says what becomes of a step whose stages before ``first`` are frozen, and the way out."""
+    if splits:
+        return (
+            "the schedule runs the backward of weights after that of inputs, and would lose the gradients of stage "
+            f"{first}; choose Schedule1F1B or ScheduleInterleaved1F1B"
+        )
+    return (
+        f"torch {torch.__version__} ends such a step with an error in the middle of the schedule; install torch 2.13, "
+        "or let a parameter of the first stage train"
+    )
 
 
 def _number_of_items(last: nn.Module, input_ids: Tensor, labels: Tensor, given: dict[str, Tensor]) -> Tensor:

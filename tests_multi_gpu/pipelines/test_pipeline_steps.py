@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 
 import liger_dist
 from liger_dist.fused_layers import norm, recompute
+from liger_dist.versions import numbers
 
 TRAINED = [(schedule, data) for schedule in ("1F1B", "InterleavedZeroBubble") for data in ("none", "fsdp2")]
 
@@ -193,6 +194,12 @@ PARTLY_FROZEN = [(schedule, part) for schedule in ("1F1B", "Interleaved1F1B") fo
 
 @pytest.mark.parametrize(("schedule", "part"), [*PARTLY_FROZEN, ("ZBVZeroBubble", "first layers")])
 def test_pipeline_of_frozen_weights(schedule: str, part: str, workers_4: Workers) -> None:
+    if part == "head" and numbers(torch.__version__)[:2] == (2, 12):
+        with pytest.raises(
+            RuntimeError, match=r"all stages before it are frozen, but torch 2\.12\..*install torch 2\.13"
+        ):
+            workers_4.run(partly_frozen, schedule, TRAINED_PARTS[part])
+        return
     for errors in run_or_refused(workers_4, partly_frozen, schedule, TRAINED_PARTS[part]):
         assert_below(errors, 1e-9)
 
