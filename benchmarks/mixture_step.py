@@ -46,8 +46,6 @@ from .harness import Row, arguments, save, show
 from .launched import ROOT
 
 SEQUENCE_LENGTH = 8192
-PEAK_TFLOPS = 989.4
-"""bf16, of the data sheet of H100 and H200 (SXM)"""
 WAYS: dict[str, dict[str, Any]] = {
     "fsdp2, layers compiled": {"compile": True},
     "fsdp2": {"compile": False},
@@ -154,8 +152,12 @@ def kernel_ms(step: Callable[[], object]) -> dict[str, float]:
     return {f"{kind} ms": ns * 1e-6 for kind, ns in kinds.items()}
 
 
-def run(way: str, engine: TorchEngine, problem: Problem, rounds: int) -> Row:
-    """Times ``rounds`` steps."""
+def run(way: str, engine: TorchEngine, loads: ExpertLoads, problem: Problem, rounds: int) -> Row:
+    """Times ``rounds`` steps.
+
+    Args:
+        loads: of the engine's model, whose hooks count in each step, as in training.
+    """
     generator = torch.Generator("cuda").manual_seed(dist.get_rank())
     vocab_size: Any = engine.model.config.vocab_size  # type: ignore[union-attr]
     shape = (problem.sequences, SEQUENCE_LENGTH)
@@ -169,7 +171,7 @@ def run(way: str, engine: TorchEngine, problem: Problem, rounds: int) -> Row:
         engine.clear()
         host.append((time.perf_counter() - began) * 1e3)
 
-    loads = ExpertLoads(engine.model)
+    loads.read()
     for _ in range(3):
         step()
     load = loads.read()["experts/max_load"]
@@ -212,19 +214,20 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for way in given.ways.split(";"):
             engine = make_engine(way, given.layers, Path(folder))
+            loads = ExpertLoads(engine.model)
             for balanced in (False, True):
                 if balanced:
                     balance(engine.model)
                 for sequences in given.sequences:
                     problem = Problem(given.layers, sequences, balanced)
-                    row = run(way, engine, problem, given.rounds)
+                    row = run(way, engine, loads, problem, given.rounds)
                     rows.setdefault(problem, []).append(row)
                     if dist.get_rank() == 0:
                         print(problem)
                         show([row], tuple(row.figures))
                         sys.stdout.flush()
                         save("mixture_step", rows[problem], given.results)
-            del engine
+            del engine, loads
             torch._dynamo.reset()
             gc.collect()
             torch.cuda.empty_cache()

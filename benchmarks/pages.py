@@ -176,8 +176,9 @@ layer, layers are not compiled, and each token is sent once to each rank that ha
 `--reshard_after_forward false`. `computing`: a kernel runs that is not NCCL's; `exposed`: NCCL's kernels alone;
 `idle`: none. Products, attention, optimizer (AdamW, norms and FSDP2's casts), copies, the rest and `nccl` are
 milliseconds of kernels by their names, some of them at the same time; `nccl` includes waiting for the other
-GPU. `load`: tokens of the fullest expert over the mean. [Mixtures of experts](../experts.md#two-gpus) draws the
-conclusions.""",
+GPU. `load`: tokens of the fullest expert over the mean. In this run the hooks that count it were added once
+more for each table of a way: one set in the first (8192 tokens, routers as initialized), six in the last (32768
+tokens, balanced); training has one. [Mixtures of experts](../experts.md#two-gpus) draws the conclusions.""",
         (
             Group(("tokens/s a GPU", "peak GiB"), "", "problems", "tokens/s of a GPU · peak GiB"),
             Group(("ms", "computing ms", "exposed ms", "idle ms"), "balanced"),

@@ -52,12 +52,12 @@ class Update:
         self.support = torch.cat([following[..., None], (following[..., None] + steps) % vocab_size], -1)
         self.advantages = torch.randn(SHAPE[0], 1, device="cuda", generator=generator)
         self.optimizer = ShardedAdamW(self.model.parameters(), lr=0.0, fused=True)
-        with torch.no_grad(), liger_dist.record_routing(self.model) as self.routes:
-            self.old = {replays: self._log_probs(replays) for replays in (False,)}
         with torch.no_grad():
-            self.old[True] = self._log_probs(True)
+            with liger_dist.record_routing(self.model) as self.routes:
+                without = self._log_probs(replays_sampling=False)
+            self.old = {False: without, True: self._log_probs(replays_sampling=True)}
 
-    def _log_probs(self, replays_sampling: bool) -> Tensor:
+    def _log_probs(self, *, replays_sampling: bool) -> Tensor:
         support = {"support_ids": self.support} if replays_sampling else {}
         asked = {"outputs": ("log_prob",), "differentiable": torch.is_grad_enabled(), **support}
         output = self.model(input_ids=self.ids, labels=self.ids, use_cache=False, **asked)
@@ -69,7 +69,7 @@ class Update:
         replays_sampling, replays_routing = way in WAYS[1::2], way in WAYS[2:]
         old = self.old[replays_sampling]
         with liger_dist.replay_routing(self.model, self.routes) if replays_routing else nullcontext():
-            ratio = (self._log_probs(replays_sampling) - old).exp()
+            ratio = (self._log_probs(replays_sampling=replays_sampling) - old).exp()
         gains = torch.minimum(ratio * self.advantages, ratio.clamp(0.8, 1.2) * self.advantages)
         (-gains.mean()).backward()
         liger_dist.clip_grad_norm_(self.model, 1.0)

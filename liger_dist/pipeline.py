@@ -501,8 +501,8 @@ def _number_of_items(last: nn.Module, input_ids: Tensor, labels: Tensor, given: 
 
 
 def _let_inputs_require_gradients(stages: list[Any]) -> None:
-    """Reallocates the receive buffers of hidden states that require no gradients: torch 2.11 allocates it in the first
-    step of a schedule, which may be an evaluation. A torch that notes ``tensor_meta`` decides in each step."""
+    """Reallocates the receive buffers of hidden states that require no gradients: torch 2.11 allocates them in the
+    first step of a schedule, which may be an evaluation. A torch that notes ``tensor_meta`` decides in each step."""
     for stage in stages:
         for one in (one for received in stage.args_recv_info.values() for one in received):
             buffer = getattr(one, "buffer", None)

@@ -15,10 +15,13 @@ from .expert_parallel import has_own_exchange
 from .metrics import EXPERTS_OF_A_TOKEN
 
 
-def ranks_of_a_token(ranks: int, experts: int) -> float:
-    """Returns on about how many of ``ranks`` the experts of a token are, on average over balanced routers, as if they
-    were drawn independently; 0 for one rank, which sends nothing."""
-    return ranks * (1 - (1 - 1 / ranks) ** experts) if ranks > 1 else 0.0
+def rows_of_a_token(ranks: int, experts: int) -> float:
+    """Returns how many rows of a token are sent to the ranks of its experts: about one for each rank with some of them,
+    on average over balanced routers, as if experts were drawn independently; with transformers' own dispatch one for
+    each expert; none on one rank."""
+    if ranks == 1:
+        return 0.0
+    return ranks * (1 - (1 - 1 / ranks) ** experts) if has_own_exchange() else float(experts)
 
 
 @dataclass(frozen=True)
@@ -63,8 +66,8 @@ class Mixture:
         Without layer kernels, also sorted tokens, activations and outputs."""
         D, K, F = hidden_size, self.of_a_token, self.features
         numbers = D + 3 * self.experts
-        if (a.ep or 1) > 1:
-            numbers += round(ranks_of_a_token(a.ep or 1, K) * D) if has_own_exchange() else 2 * K * D
+        rows = rows_of_a_token(a.ep or 1, K)
+        numbers += round(rows * D) if has_own_exchange() else round(2 * rows * D)
         if not a.layer_kernels:
             numbers += K * (3 * D + 2 * F)
         return numbers

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .bases import quantisable
 from .config import TrainConfig
-from .expert_needs import Mixture, ranks_of_a_token
+from .expert_needs import Mixture, rows_of_a_token
 
 BF16, FP32 = 2, 4
 OF_NORM = (4, 8)
@@ -64,7 +64,7 @@ class LayerWork:
     shared_experts: float = 0.0
     """numbers of this rank's experts, where ``--ep`` shares them"""
     routed_bytes: float = 0.0
-    """of the rows that ``--ep`` sends once: one of a token for each rank with some of its experts"""
+    """of the rows that ``--ep`` sends once"""
     lora: int = 0
     """LoRA layers"""
     packed: int = 0
@@ -210,7 +210,7 @@ def _between_products(layer: nn.Module, facts: Facts, mixture: Mixture | None) -
     if mixture is not None:
         copies = mixture.of_a_token * D
         numbers = [one + OF_ROUTED[k] * copies for k, one in enumerate(numbers)]
-        routed = facts.tokens * D * BF16 * ranks_of_a_token(facts.config.ep or 1, mixture.of_a_token)
+        routed = facts.tokens * D * BF16 * rows_of_a_token(facts.config.ep or 1, mixture.of_a_token)
     forward, backward = (Work(moved=float(facts.tokens * BF16 * one)) for one in numbers)
     return LayerWork(forward=forward, backward=backward, routed_bytes=routed)
 

@@ -461,8 +461,8 @@ def needs_of_a_layer(a: TrainConfig, strategy: str, text: Any, mixture: Mixture 
     D: int = text.hidden_size
     F: int = text.intermediate_size if mixture is None else mixture.width
     heads: int = text.num_attention_heads
-    is_masked = not a.attend_across_documents and a.attention == "sdpa"
     queries = heads * (getattr(text, "head_dim", None) or D // heads)
+    is_masked = not a.attend_across_documents and a.attention == "sdpa"
     # Over "sp", key heads are repeated until the ranks divide them; with a mask, for SDPA, to as many as query heads.
     groups = 1 if is_masked else max(heads // math.lcm(text.num_key_value_heads or heads, a.sp or 1), 1)
     # Attention of full sequences keeps its output, and the product after it that of this rank's tokens.

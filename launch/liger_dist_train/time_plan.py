@@ -249,9 +249,11 @@ def step_shape(config: TrainConfig, dims: ParallelDims, model: nn.Module, model_
 
 def _is_compiled(config: TrainConfig, strategy: str) -> bool:
     """True if a run on a GPU compiles the layers; a dry run may be elsewhere."""
-    if config.load_in_4bit or (config.ep or 1) > 1:
+    if config.load_in_4bit:
         return False
-    return strategy != "deepspeed" if config.compile is None else config.compile
+    if config.compile is not None:
+        return config.compile
+    return strategy != "deepspeed" and (config.ep or 1) == 1
 
 
 def _units(layers: Sequence[LayerWork], counts: Sequence[int]) -> list[LayerWork]:
