@@ -120,7 +120,7 @@ CODE: dict[str, dict[str, tuple[str, ...]]] = {
     "hybrids": {"": (*MODEL, "packing", "hybrids", "turns")},
     "large_model": {"": (*LARGE, "token exchange", "deepspeed")},
     "linear_cross_entropy": {"": ("loss", "turns")},
-    "log_probs": {"": ("loss", "turns")},
+    "log_probs": {"": ("loss", "turns"), "replay": ("scores",)},
     "long_context": {"": (*LARGE, "sequence parallel", "mlp tiles", "token exchange")},
     "memory_bound": {"": ("norm", "turns"), "RoPE": ("layers",), "GLU": ("layers",), "cross_entropy": ("loss",)},
     "mixture_step": {"": (*LARGE, "experts")},

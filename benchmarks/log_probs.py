@@ -1,23 +1,28 @@
-"""Log-probabilities and entropies, without and with gradients, and training with fp32 logits: against bare GEMMs and
-against other libraries."""
+"""Log-probabilities and entropies, without and with gradients, sampling replay, and training with fp32 logits: against
+bare GEMMs and against other libraries."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from liger_dist.config import LogitsDtype
+from liger_dist.functional import linear_cross_entropy
 from liger_dist.losses.execution import Execution
 from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
-from liger_dist.losses.spec import LossSpec
+from liger_dist.losses.outputs import LossOutput
+from liger_dist.losses.spec import LossKeywords, LossSpec
 
 from . import peers
 from .harness import Candidate, Row, arguments, measure, products, save, show
 from .linear_cross_entropy import Inputs, bare_gemms, relative, step
 
 SHAPES = ((8192, 4096, 128256), (8192, 2048, 128256))
+REPLAYED, CLASSES = (8192, 4096, 151936), 50
+"""shape of the sampling replay, and the classes that a sampler kept of each token"""
 CHECKED = 512
 """tokens whose log-probabilities and gradients are compared with fp64"""
 Outputs = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -133,8 +138,44 @@ def table(
     return rows
 
 
+def replayed(inputs: Inputs, upstream: Tensor) -> dict[str, Callable[[], object]]:
+    """Forward and backward of log-probabilities, of the whole vocabulary and of the classes that a sampler kept."""
+    labels, vocab_size = inputs.labels_T, inputs.weight_VD.shape[0]
+    # Different ids, none of them the label.
+    steps = torch.arange(1, CLASSES, device="cuda") * (vocab_size // (CLASSES + 1))
+    support = torch.cat([labels[:, None], (labels[:, None] + steps) % vocab_size], 1)
+
+    def run(support_ids: Tensor | None = None) -> None:
+        inputs.hidden_TD.grad = inputs.weight_VD.grad = None
+        asked: LossKeywords = {"outputs": ("log_prob",), "support_ids": support_ids}
+        output = linear_cross_entropy(inputs.hidden_TD, inputs.weight_VD, labels, **asked)
+        assert isinstance(output, LossOutput)
+        assert output.log_prob is not None
+        (upstream * output.log_prob).sum().backward()
+
+    return {"whole vocabulary": run, f"{CLASSES} classes": partial(run, support_ids=support)}
+
+
+def replay_table(rounds: int) -> list[Row]:
+    inputs = Inputs.random(*REPLAYED, peaked=True)
+    ways = replayed(inputs, torch.randn(REPLAYED[0], device="cuda"))
+    candidates = [Candidate("bare GEMMs", four_gemms(inputs)), *(Candidate(label, run) for label, run in ways.items())]
+    rows = measure("sampling replay " + "x".join(map(str, REPLAYED)), candidates, rounds=rounds, before=products())
+    plain = rows[1].median_ms
+    for row in rows:
+        row.figures |= {"ratio": row.median_ms / rows[0].median_ms, "of plain": row.median_ms / plain}
+        row.figures["extra MiB"] = row.extra_mib
+    return rows
+
+
 def main() -> None:
     given = arguments(__doc__ or "").parse_args()
+    if given.only in "sampling replay":
+        rows = replay_table(given.rounds)
+        print(rows[0].problem)
+        show(rows, ("ratio", "of plain", "extra MiB"))
+        save("log_probs", rows, given.results)
+        torch.cuda.empty_cache()
     for shape in SHAPES:
         problem = "x".join(map(str, shape))
         if given.only not in problem:
@@ -145,6 +186,7 @@ def main() -> None:
         found = [
             ("liger_dist", ours(), "bf16 logits"),
             ("liger_dist, 128 MiB", ours(memory_budget=2**27), "bf16 logits"),
+            ("liger_dist, logits kept", ours(memory_budget=2**32), "bf16 logits"),
             ("liger_dist, fp32 logits", ours(torch.float32), "fp32 logits"),
             *peers.log_probs(),
         ]

@@ -411,9 +411,12 @@ GPUs were measured with two copies of the rows in bf16, of which one is left: 50
         """bf16 operands. `scoring`: without gradients, `ratio` to one bare cuBLAS GEMM. `forward and backward`: with
 fresh gradients, to four. `training`: the scalar loss with fp32 logits to that with bf16 logits. `MiB`: peak
 memory beyond inputs and gradients. Errors are relative (L2) to fp64, on 512 tokens of peaked distributions.
-`512-token chunks`: full logits of a chunk, its log-softmax by torch, checkpointed.""",
+`512-token chunks`: full logits of a chunk, its log-softmax by torch, checkpointed. `logits kept`: a memory
+budget of 4 GiB, into which all logits fit. `sampling replay`: log-probabilities alone, forward and backward, of the
+classes that a sampler kept, `of plain`: to those of the whole vocabulary.""",
         (
             Group(("ratio", "extra MiB"), "^(scoring|forward)", "ways", "ratio · MiB"),
+            Group(("ms", "of plain", "extra MiB"), "^sampling replay"),
             Group(("ratio", "extra MiB"), "^training", "ways", "ratio · MiB of the training loss"),
             Group(("ms", "log_prob error", "dX error"), "^forward and backward 8192x4096x128256$"),
         ),

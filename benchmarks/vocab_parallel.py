@@ -22,6 +22,7 @@ from torch import Tensor
 from liger_dist.losses.execution import Execution
 from liger_dist.losses.linear_cross_entropy import fused_linear_cross_entropy
 from liger_dist.losses.spec import LossSpec
+from liger_dist.losses.tensor_parallel import RowShard, vocab_parallel_linear_cross_entropy
 from liger_dist.losses.token_exchange import ExchangedRowShard
 
 from .harness import Candidate, Row, arguments, products, save, show
@@ -102,6 +103,36 @@ def gathered(inputs: Inputs, dtype: torch.dtype) -> Step:
     return run
 
 
+def tensor_parallel(inputs: Inputs, groups: Groups) -> Step:
+    """The loss of tensor parallelism: of all processes' tokens, gathered before, and of own rows; gradients of the
+    hidden states are all-reduced in their dtype."""
+    own, _ = rows_of(inputs.weight_VD)
+    local = inputs.weight_VD.detach()[own].float().requires_grad_()
+    shard = RowShard(group=groups.world, start=own.start, vocab_size=len(inputs.weight_VD))
+    size, T = dist.get_world_size(), len(inputs.hidden_TD)
+    mine = slice(dist.get_rank() * T, (dist.get_rank() + 1) * T)
+
+    def run() -> tuple[Tensor, Tensor, Tensor]:
+        hidden, labels = gathered_tokens(inputs)
+        output = vocab_parallel_linear_cross_entropy(
+            hidden, local, None, labels, shard=shard, spec=LossSpec(reduction="none"), execution=Execution()
+        )
+        by_hidden, by_weight = torch.autograd.grad(output.loss.mean(), (hidden, local))
+        # The mean over all processes' tokens has gradients smaller by their number than those of own tokens' mean.
+        return output.loss[mine].mean().detach(), by_hidden[mine] * size, by_weight
+
+    return run
+
+
+def gathered_tokens(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """All processes' hidden states and labels."""
+    size, (T, D) = dist.get_world_size(), inputs.hidden_TD.shape
+    hidden, labels = inputs.hidden_TD.new_empty((size * T, D)), inputs.labels_T.new_empty(size * T)
+    dist.all_gather_into_tensor(hidden, inputs.hidden_TD.detach())
+    dist.all_gather_into_tensor(labels, inputs.labels_T)
+    return hidden.requires_grad_(), labels
+
+
 class LigerTensorParallel:
     """Liger's loss of all processes' tokens, gathered before, and of own rows. Its kernels sum the hidden states'
     gradient over processes in fp32; that of the rows is bf16, and added up in bf16 over blocks of tokens."""
@@ -142,12 +173,8 @@ class LigerTensorParallel:
 
         if self.buffers_mib is None:
             self.prepare()
-        size, (T, D) = dist.get_world_size(), self.inputs.hidden_TD.shape
-        hidden = self.inputs.hidden_TD.new_empty((size * T, D))
-        labels = self.inputs.labels_T.new_empty(size * T)
-        dist.all_gather_into_tensor(hidden, self.inputs.hidden_TD.detach())
-        dist.all_gather_into_tensor(labels, self.inputs.labels_T)
-        hidden.requires_grad_()
+        size, T = dist.get_world_size(), len(self.inputs.hidden_TD)
+        hidden, labels = gathered_tokens(self.inputs)
         weight = self.local.to(hidden.dtype).requires_grad_()
         # First row, temperature, ignored label, tiles of one sum, entropy.
         rest = (self.own.start, 1.0, -100, 1, False, self.groups.world)
@@ -263,6 +290,7 @@ def main() -> None:
         steps |= {f"vocab_parallel, {budget} MiB": vocab_parallel(inputs, groups, budget) for budget in BUDGETS_MIB}
         steps["gathered, bf16 reduction"] = gathered(inputs, torch.bfloat16)
         steps["gathered, fp32 reduction"] = gathered(inputs, torch.float32)
+        steps["tensor parallel"] = tensor_parallel(inputs, groups)
         liger = LigerTensorParallel(inputs, groups) if find_spec("liger_cute_kernels") else None
         if liger is not None:
             steps[LIGER] = liger

@@ -235,16 +235,3 @@ def rounded_product(x, y):
     """Computes ``x * y``, rounded before any subtraction. Compilers contract a product and a difference into one
     multiply-add, which keeps the product's rounding error: the largest logit minus itself would not be 0."""
     return tl.fma(x, y, tl.zeros_like(x))
-
-
-@triton.jit
-def capped(raw, scale, softcap, HAS_SOFTCAP: tl.constexpr):
-    """Computes ``softcap * tanh(scale * raw / softcap)`` and its derivative by ``scale * raw``.
-
-    tanh is written with a sigmoid, which the interpreter supports too.
-    """
-    scaled = raw * scale
-    if HAS_SOFTCAP:
-        tanh = 2.0 * tl.sigmoid(2.0 * scaled / softcap) - 1.0
-        return softcap * tanh, 1.0 - tanh * tanh
-    return scaled, tl.full(scaled.shape, 1.0, scaled.dtype)

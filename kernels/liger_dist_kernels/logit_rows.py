@@ -30,9 +30,9 @@ from torch import Tensor
 
 from ._triton_utils import (
     anchor_of,
-    capped,
     exp_of_difference,
     host_number,
+    log2_of,
     next_power_of_2,
     number,
     probability,
@@ -78,11 +78,15 @@ class Terms(NamedTuple):
 
 
 class Transform(NamedTuple):
-    """Values of the transform of a row, in the dtype of the statistics."""
+    """Values of the transform of a row, in the dtype of the statistics: what does not depend on the logit is computed
+    once."""
 
-    scale: Any
-    softcap: Any
-    inverse_temperature: Any
+    slope: Any
+    """derivative of ``z`` by the raw logit, without the soft-cap's part"""
+    bound: Any
+    """largest magnitude of ``z`` under a soft-cap"""
+    exponent: Any
+    """factor of the raw logit, so that ``tanh(scale * raw / softcap)`` is ``2 / (1 + exp2(exponent * raw)) - 1``"""
 
 
 class Softmax(NamedTuple):
@@ -128,7 +132,8 @@ def transform_of(row, scale, softcap, inverse_temperature, PER_TOKEN: tl.constex
     """Builds the transform of a row; ``inverse_temperature`` is a value, or with PER_TOKEN a vector of one per row."""
     dtype = tl.float64 if FP64 else tl.float32
     inverse = tl.load(inverse_temperature + row).to(dtype) if PER_TOKEN else number(inverse_temperature, dtype)
-    return Transform(number(scale, dtype), number(softcap, dtype), inverse)
+    scale, softcap = number(scale, dtype), number(softcap, dtype)
+    return Transform(scale * inverse, softcap * inverse, scale * log2_of(-2.0 / softcap))
 
 
 @triton.jit
@@ -136,11 +141,20 @@ def load_logits(row_ptr, offs_v, mask_v, transform, FLAGS: tl.constexpr):
     """Loads ``z`` and its derivative by the raw logit. Columns outside the vocabulary are -inf, never 0."""
     dtype = tl.float64 if FLAGS.FP64 else tl.float32
     raw = tl.load(row_ptr + offs_v, mask=mask_v, other=float("-inf")).to(dtype)
+    slope = tl.full(raw.shape, 1.0, dtype)
+    z = raw
+    if FLAGS.HAS_SOFTCAP:
+        # The interpreter has no tanh; 1 / sqrt(x) is one instruction, a division five.
+        root = tl.rsqrt(1.0 + tl.exp2(raw * transform.exponent))
+        tanh = 2.0 * root * root - 1.0
+        z = rounded_product(tanh, tl.zeros_like(raw) + transform.bound)
+        slope = (1.0 - tanh * tanh) * transform.slope
+    elif FLAGS.TRANSFORMS:
+        z = rounded_product(raw, tl.zeros_like(raw) + transform.slope)
+        slope *= transform.slope
     if FLAGS.TRANSFORMS:
-        capped_logit, slope = capped(raw, transform.scale, transform.softcap, FLAGS.HAS_SOFTCAP)
-        z = rounded_product(capped_logit, tl.zeros_like(capped_logit) + transform.inverse_temperature)
-        return tl.where(mask_v, z, float("-inf")), slope * transform.scale * transform.inverse_temperature
-    return raw, tl.full(raw.shape, 1.0, dtype)
+        z = tl.where(mask_v, z, float("-inf"))
+    return z, slope
 
 
 @triton.jit
@@ -151,7 +165,7 @@ def load_probabilities(row_ptr, offs_v, mask_v, softmax, transform, FLAGS: tl.co
     if EXPONENTIALS:
         e = tl.load(row_ptr + offs_v, mask=mask_v, other=0.0).to(dtype)
         p = e * probability(softmax.anchor, softmax.row_max, softmax.log2_total)
-        z, slope = p, tl.zeros_like(p) + transform.inverse_temperature * transform.scale
+        z, slope = p, tl.zeros_like(p) + transform.slope
     else:
         z, slope = load_logits(row_ptr, offs_v, mask_v, transform, FLAGS)
         p = probability(z, softmax.row_max, softmax.log2_total)
@@ -356,7 +370,7 @@ def alignment_arguments(rows: tuple[Tensor, ...], is_padded: bool) -> dict[str, 
 
 def num_extra_of(rows: RowOptions) -> int:
     """Counts the values besides probabilities that a sweep for statistics computes of each logit."""
-    extra = (rows.options.softcap is not None, *sum_arguments(rows).values())
+    extra = sum_arguments(rows).values()
     return sum(extra)
 
 
