@@ -89,9 +89,9 @@ def liger(inputs: Inputs) -> Step:
     """Liger's native layer; gate and up are two parameters there."""
     from liger_kernel.ops.configure import MoEConfig, configure
 
-    world, tokens = dist.get_world_size(), len(inputs.hidden_TD)
+    world = dist.get_world_size()
     sizes = MoEConfig(
-        max_tokens=tokens,
+        max_tokens=max(TOKENS),  # Later calls may not ask for more.
         hidden_size=D,
         num_experts=EXPERTS,
         top_k=TOP_K,

@@ -112,14 +112,17 @@ def tensor_parallel(inputs: Inputs, groups: Groups) -> Step:
     size, T = dist.get_world_size(), len(inputs.hidden_TD)
     mine = slice(dist.get_rank() * T, (dist.get_rank() + 1) * T)
 
+    spec = LossSpec(outputs=("log_prob",), differentiable=False)
+
     def run() -> tuple[Tensor, Tensor, Tensor]:
         hidden, labels = gathered_tokens(inputs)
         output = vocab_parallel_linear_cross_entropy(
-            hidden, local, None, labels, shard=shard, spec=LossSpec(reduction="none"), execution=Execution()
+            hidden, local, None, labels, shard=shard, spec=spec, execution=Execution()
         )
-        by_hidden, by_weight = torch.autograd.grad(output.loss.mean(), (hidden, local))
+        by_hidden, by_weight = torch.autograd.grad(output.loss, (hidden, local))
+        assert output.log_prob is not None
         # The mean over all processes' tokens has gradients smaller by their number than those of own tokens' mean.
-        return output.loss[mine].mean().detach(), by_hidden[mine] * size, by_weight
+        return -output.log_prob[mine].mean(), by_hidden[mine] * size, by_weight
 
     return run
 
