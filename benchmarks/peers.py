@@ -6,16 +6,16 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
-from importlib import import_module
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from . import newer_torch
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -44,39 +44,34 @@ def linear_cross_entropies() -> list[tuple[str, Loss, str]]:
     return [*found, ("torch.compile", compiled, "fp32 sum"), ("torch", plain, "fp32 sum")]
 
 
-TORCH_FILES = "LIGER_DIST_TORCH_FILES"
-"""environment variable: folder of a newer torch's ``nn/modules``, whose op is written in Python, for a torch without
-``F.linear_cross_entropy``"""
-POLICIES = {"auto": "torch's op", "balanced": "torch's op, balanced"}
+POLICIES = {"auto": "torch's op", "balanced": "torch's op, balanced", "accurate": "torch's op, accurate"}
 """ways in which torch's op accumulates the weight's gradient, and how they are named"""
-
-
-def _file_of_torch(name: str, folder: str | None) -> Any:
-    if folder is None:
-        return import_module(f"torch.nn.modules.{name}")
-    spec = spec_from_file_location(f"newer_torch_{name}", Path(folder) / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    sys.modules[spec.name] = module  # Dataclasses look their module up.
-    spec.loader.exec_module(module)
-    return module
 
 
 def torch_op() -> list[tuple[str, Loss, str]]:
     """``torch.nn.functional.linear_cross_entropy`` in chunks (torch 2.13 and later), of each way to accumulate."""
-    folder = os.environ.get(TORCH_FILES)
+    given = os.environ.get(newer_torch.FILES)
+    folder = None if given is None else Path(given)
     if not hasattr(F, "linear_cross_entropy") and folder is None:
         return []
-    op, options = (_file_of_torch(name, folder) for name in ("linear_cross_entropy", "linear_cross_entropy_options"))
+    op, options = (newer_torch.module_of(name, folder) for name in (newer_torch.OP, newer_torch.OPTIONS))
+
+    try:
+        options.LinearCrossEntropyOptions(acc_policy="balanced")
+        policies = ("auto", "balanced")
+    except ValueError:  # Since torch 2.15 there is none.
+        policies = ("auto", "accurate")
+
+    def chosen(policy: str, hidden: Tensor, weight: Tensor) -> Any:
+        (T, D), V = hidden.shape, weight.shape[0]
+        return options.LinearCrossEntropyOptions(acc_policy=policy)._adjust(
+            num_batches=T, in_features=D, num_classes=V, dtype=hidden.dtype, device=hidden.device
+        )
 
     def loss_of(policy: str) -> Loss:
         def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-            (T, D), V = hidden.shape, weight.shape[0]
-            chosen = options.LinearCrossEntropyOptions(acc_policy=policy)._adjust(
-                num_batches=T, in_features=D, num_classes=V, dtype=hidden.dtype, device=hidden.device
-            )
-            sizes = (chosen.batch_chunk_size, chosen.acc_policy, chosen.acc_dtype, False)
+            plan = chosen(policy, hidden, weight)
+            sizes = (plan.batch_chunk_size, plan.acc_policy, plan.acc_dtype, False)
             wanted = (hidden.requires_grad, weight.requires_grad, False)
             values = (hidden, weight, labels, None, None, "mean", -100, 0.0)
             result: Tensor = op._linear_cross_entropy_batch_chunked(*values, *sizes, *wanted)[0]
@@ -84,9 +79,11 @@ def torch_op() -> list[tuple[str, Loss, str]]:
 
         return loss
 
-    return [
-        (name, loss_of(policy), "bf16 sum" if policy == "auto" else "fp32 sum") for policy, name in POLICIES.items()
-    ]
+    found = [(POLICIES[policy], loss_of(policy), "bf16 sum" if policy == "auto" else "fp32 sum") for policy in policies]
+    if folder is not None and newer_torch.has_kernel(folder):
+        kernel = newer_torch.kernel_loss(folder, lambda x, w: int(chosen("compact", x, w).batch_chunk_size))
+        found.append(("torch's op, CuTe kernel", kernel, "bf16 sum"))
+    return found
 
 
 def plain(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from PIL import Image
 from test_house import ROOT
 
-from benchmarks import peers
+from benchmarks import newer_torch, peers
 from benchmarks.harness import RESULTS
 from benchmarks.overview import WORKLOADS, Comparison, cells, compare, comparisons, problems_of
 from benchmarks.pages import PAGES
@@ -173,7 +174,10 @@ def test_a_workload_without_peer_is_left_out_and_without_memory_shows_its_time(t
 def test_torchs_op_is_a_peer(from_files: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also from the files of a newer torch than the one that runs."""
     if from_files:
-        monkeypatch.setenv(peers.TORCH_FILES, str(Path(torch.nn.modules.__file__).parent))
+        monkeypatch.setenv(newer_torch.FILES, str(Path(torch.__file__).parent))
+        for name in (newer_torch.OP, newer_torch.OPTIONS):
+            installed = newer_torch.module_of(name, None)
+            monkeypatch.setitem(sys.modules, installed.__name__, installed)
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(*shape, generator=generator).requires_grad_() for shape in ((32, 16), (53, 16)))
     labels = torch.arange(32).masked_fill(torch.arange(32) % 5 == 0, -100)
