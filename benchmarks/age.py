@@ -115,6 +115,7 @@ CODE: dict[str, dict[str, tuple[str, ...]]] = {
     "distillation": {"": ("loss", "divergence", "turns")},
     "distillation_step": {"": (*MODEL, "divergence", "fsdp2")},
     "draft_heads": {"": ("loss", "divergence", "turns")},
+    "expert_parallel": {"": ("experts", "turns")},
     "experts": {"": (*MODEL, "experts", "turns"), "LoRA": ("lora",)},
     "host_time": {"": (*MODEL, "training ways"), "FSDP2": ("fsdp2",), "FSDP1": ("fsdp1",), "ZeRO": ("deepspeed",)},
     "hybrids": {"": (*MODEL, "packing", "hybrids", "turns")},
@@ -149,6 +150,7 @@ CODE: dict[str, dict[str, tuple[str, ...]]] = {
 those whose name contains the key."""
 MORE: dict[str, tuple[str, ...]] = {
     "adapters": ("benchmarks/small_models.py",),
+    "expert_parallel": ("benchmarks/vocab_parallel.py",),
     "large_model": ("benchmarks/liger_training.py", "benchmarks/launched.py", "launch/llama_8b.yaml"),
     "linear_cross_entropy": ("benchmarks/peers.py",),
     "log_probs": ("benchmarks/peers.py",),

@@ -127,6 +127,13 @@ WORKLOADS = (
         "ep, transformers",
     ),
     Workload(
+        "experts of one layer of Qwen3-30B-A3B on two GPUs",
+        "expert_parallel",
+        "experts of one layer of Qwen3-30B-A3B, 16384 tokens of each rank, on 2",
+        "liger_dist",
+        "Liger|transformers",
+    ),
+    Workload(
         "Llama 8B, a text of 65,536 tokens",
         "long_context",
         "65536 tokens, on 2",

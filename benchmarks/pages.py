@@ -201,6 +201,28 @@ tokens, balanced); training has one. [Mixtures of experts](../experts.md#two-gpu
         ),
     ),
     Page(
+        "expert_parallel",
+        "One layer's experts on two GPUs",
+        """Forward and backward of the 128 experts of a layer of Qwen3-30B-A3B on several GPUs, each with an equal part
+of them and its tokens; 8 different experts of each token, drawn evenly. bf16, without router and shared experts.
+`products alone`: dense products of as many operations. `transformers, grouped_mm`: its dispatch, which sends a row for
+each expert of a token. `Liger, expert parallel (CuTe)`: `moe_fused` of Liger's native kernels, without NVLink
+multicast. A time is that of the slowest rank. `MiB`: peak memory beyond inputs and weights, with the gradients, and for
+Liger without what it reserves outside of torch. Errors are relative (L2) to fp64.""",
+        (
+            Group(("ms", "ratio", "peak MiB"), ""),
+            Group(("output error", "dX error", "router error", "gate and up error", "down error"), "16384"),
+        ),
+        Picture(
+            "Experts of one layer of Qwen3-30B-A3B on two GPUs, 16,384 tokens of each rank, forward and backward",
+            ("experts of one layer of Qwen3-30B-A3B, 16384 tokens of each rank, on 2",),
+            ("ms", "peak MiB"),
+            (),
+            {"Liger, expert parallel (CuTe)": "Liger, CuTe"},
+        ),
+        skipped="products alone",
+    ),
+    Page(
         "replayed_update",
         "An update with replay",
         """The gradient of GRPO's clipped objective, clipping of gradients and AdamW with a learning rate of 0, of four
@@ -336,9 +358,10 @@ time divided by three bare cuBLAS GEMMs (two if lm_head is frozen). `MiB`: peak 
 two gradients. Errors are relative (L2) to fp64, on 256 rows. `sum`: the dtype in which the weight's
 gradient is added up over chunks. `torch's op`: `torch.nn.functional.linear_cross_entropy` of torch 2.13 with
 `LinearCrossEntropyOptions()` (`balanced`: this `acc_policy`), run by torch 2.11; its loss is a sum of chunks in
-bf16.""",
+bf16. `torch 2.15's op`: its files, run by torch 2.11, and its kernel without the registry that selects it.""",
         (
             Group(("ratio", "extra MiB"), "torch's op$", "ways", "ratio · MiB, beside torch's own op"),
+            Group(("ms", "ratio", "extra MiB", "dW error", "loss error"), "torch 2.15's op$"),
             Group(("ms", "sum", "dW error", "dX error", "loss error"), "^8192x4096x128256, with torch's op$"),
             Group(("ratio", "extra MiB"), r"^\d+x\d+x\d+$", "ways", "ratio · MiB, beside TRL, Apple CCE and QuACK"),
             Group(("ratio",), "masked|peaked", "ways", "ratio, masked tokens and peaked logits"),
@@ -376,11 +399,11 @@ time to three bare cuBLAS GEMMs of the next multiple of 64 classes.""",
 masters and gradients. `vocab_parallel`: tokens are exchanged, with budgets for one chunk. `gathered`: the
 weight is all-gathered and its gradient reduced in the named dtype, as FSDP2 does. `ratio`: time of the
 slowest rank to three bare GEMMs of its tokens with the full weight. `MiB`: peak memory beyond inputs and
-masters, with the gradients. `Liger, tensor parallel (CuTe)`: tokens are all-gathered, then
+masters, with the gradients. `tensor_parallel`: tokens are all-gathered, then scored as tensor parallelism scores
+replicated tokens, and hidden gradients all-reduced. `Liger, tensor parallel (CuTe)`: the same tokens by
 `fused_linear_scaled_cross_entropy_tp` of Liger's native kernels on row shards cast to bf16, without NVLink
-multicast; its first shape includes about 2 GiB that it reserves once in a process, and on 16,384 tokens a check
-of its cluster sizes fails. Errors are relative (L2) to fp64, on 256 rows of each gradient. The rows of two
-GPUs were measured with two copies of the rows in bf16, of which one is left: 501 MiB at 4096 features.""",
+multicast, with what it reserves outside of torch; on 16,384 tokens a check of its cluster sizes fails. Errors are
+relative (L2) to fp64, on 256 rows of each gradient.""",
         (
             Group(("ratio", "peak MiB"), "", "problems", "ratio · MiB, by N x D x V and GPUs"),
             Group(("ms", "peak MiB", "dW error", "dX error", "loss error"), "^8192x4096x128256 on 2$"),
@@ -391,14 +414,14 @@ GPUs were measured with two copies of the rows in bf16, of which one is left: 50
             ("ms", "peak MiB"),
             (
                 "vocab_parallel, 1024 MiB",
-                "vocab_parallel, 512 MiB",
                 "gathered, bf16 reduction",
                 "gathered, fp32 reduction",
+                "tensor_parallel",
                 "Liger, tensor parallel (CuTe)",
             ),
             {
+                "tensor_parallel": "liger_dist, tensor parallel",
                 "vocab_parallel, 1024 MiB": "liger_dist, vocab-parallel, 1024 MiB",
-                "vocab_parallel, 512 MiB": "liger_dist, vocab-parallel, 512 MiB",
                 "gathered, bf16 reduction": "all-gathered weight, bf16 reduction",
                 "gathered, fp32 reduction": "all-gathered weight, fp32 reduction",
             },
@@ -411,12 +434,13 @@ GPUs were measured with two copies of the rows in bf16, of which one is left: 50
         """bf16 operands. `scoring`: without gradients, `ratio` to one bare cuBLAS GEMM. `forward and backward`: with
 fresh gradients, to four. `training`: the scalar loss with fp32 logits to that with bf16 logits. `MiB`: peak
 memory beyond inputs and gradients. Errors are relative (L2) to fp64, on 512 tokens of peaked distributions.
-`512-token chunks`: full logits of a chunk, its log-softmax by torch, checkpointed. `logits kept`: a memory
-budget of 4 GiB, into which all logits fit. `sampling replay`: log-probabilities alone, forward and backward, of the
-classes that a sampler kept, `of plain`: to those of the whole vocabulary.""",
+`512-token chunks`: full logits of a chunk, its log-softmax by torch, checkpointed. `kept logits`: beside a
+memory budget of 4 GiB, into which all logits fit. `sampling replay`: log-probabilities alone, forward and backward,
+of the classes that a sampler kept, `of plain`: to those of the whole vocabulary.""",
         (
             Group(("ratio", "extra MiB"), "^(scoring|forward)", "ways", "ratio · MiB"),
             Group(("ms", "of plain", "extra MiB"), "^sampling replay"),
+            Group(("ms", "ratio", "extra MiB"), "^kept logits"),
             Group(("ratio", "extra MiB"), "^training", "ways", "ratio · MiB of the training loss"),
             Group(("ms", "log_prob error", "dX error"), "^forward and backward 8192x4096x128256$"),
         ),

@@ -293,7 +293,7 @@ def main() -> None:
         steps |= {f"vocab_parallel, {budget} MiB": vocab_parallel(inputs, groups, budget) for budget in BUDGETS_MIB}
         steps["gathered, bf16 reduction"] = gathered(inputs, torch.bfloat16)
         steps["gathered, fp32 reduction"] = gathered(inputs, torch.float32)
-        steps["tensor parallel"] = tensor_parallel(inputs, groups)
+        steps["tensor_parallel"] = tensor_parallel(inputs, groups)
         liger = LigerTensorParallel(inputs, groups) if find_spec("liger_cute_kernels") else None
         if liger is not None:
             steps[LIGER] = liger
