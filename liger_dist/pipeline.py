@@ -28,7 +28,8 @@ from .model.compile import compiled_call
 from .model.peft import peft_parameters
 from .model.quantized import four_bit_stacks
 from .model.stages import Absent, AbsentCall, AbsentEmbedding, AbsentHead, Stage, as_stage, stage_of
-from .model.structure import Structure, embedding_of, find_structure
+from .model.structure import PREDICTION, Structure, embedding_of, find_structure
+from .mtp.modules import template_layer
 from .record import is_wrapped, record_of
 from .sharding.process_groups import gathered
 from .versions import numbers
@@ -43,7 +44,9 @@ def pipeline_stage(
     """Returns a stage of ``model`` for ``torch.distributed.pipelining.PipelineStage``: a copy without the modules of
     other stages, with the same parameters under the same names.
 
-    The first stage has the input embedding, the last one final norm and lm_head. Wrap each stage by
+    The first stage has the input embedding, the last one final norm, lm_head and the modules of
+    :class:`~liger_dist.mtp.MultiTokenPrediction`, for which the embeddings of the tokens go through all stages beside
+    the hidden states. Wrap each stage by
     :func:`liger_dist.wrap` before it goes into a ``PipelineStage``.
 
     Args:
@@ -67,7 +70,18 @@ def pipeline_stage(
             "expected at least one layer in each stage."
         )
     decoder = _name_of(model, structure.decoder)
-    stage = Stage(index=index, num_stages=num_stages, first_layer=first, end_layer=end, decoder=decoder)
+    predicts_further = bool(structure.prediction_layers)
+    stage = Stage(
+        index=index,
+        num_stages=num_stages,
+        first_layer=first,
+        end_layer=end,
+        decoder=decoder,
+        passes_embeddings=predicts_further,
+    )
+    if predicts_further and (stage.is_last or layers is None):
+        begin = first if layers is not None else _divided(len(structure.layers), num_stages - 1, num_stages)[0]
+        _check_further_tokens(structure, begin)
     _check_decoder(model, structure)
     absent: dict[nn.Module, nn.Module] = {
         layer: Absent() for number, layer in enumerate(structure.layers) if not first <= number < end
@@ -77,6 +91,7 @@ def pipeline_stage(
     if not stage.is_last:
         absent[model.get_submodule(structure.head_name)] = AbsentHead(structure.vocab_size, structure.hidden_size)
         absent |= {} if structure.final_norm is None else {structure.final_norm: Absent()}
+        absent |= {model.get_submodule(PREDICTION): Absent()} if predicts_further else {}
     return as_stage(_copy(model, absent), stage)
 
 
@@ -126,11 +141,6 @@ def _check_structure(model: Any, structure: Structure) -> None:
             f"layers of this {name} share parameters, and the stages of a pipeline would train copies of them apart; "
             "such a model cannot be cut."
         )
-    if structure.prediction_layers:
-        raise LigerDistError(
-            f"this {name} predicts further tokens (liger_dist.mtp), for which the last stage would need the embedding "
-            "of the first one; cut the model without them (del model.mtp)."
-        )
     if getattr(model.config.get_text_config(), "output_router_logits", False):
         raise LigerDistError(
             f"output_router_logits of this {name} is True, and the loss of the routers needs those of all stages; set "
@@ -156,7 +166,28 @@ def _copy(model: nn.Module, absent: dict[nn.Module, nn.Module]) -> nn.Module:
     memo: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
     memo |= {id(module): instead for module, instead in absent.items()}
     # deepcopy keeps what it has copied, by the id of this list: parameters must live as long as the memo.
-    return copy.deepcopy(model, memo)
+    copied = copy.deepcopy(model, memo)
+    if isinstance(copied._modules.get(PREDICTION), Absent):
+        delattr(copied, PREDICTION)  # A model without them predicts the next token.
+    return copied
+
+
+def _check_further_tokens(structure: Structure, begin: int) -> None:
+    """Checks that the last stage has the layer whose arguments the layers of further tokens get.
+
+    Args:
+        begin: index of the last stage's first layer.
+
+    Raises:
+        LigerDistError: another stage has it.
+    """
+    index, layer = template_layer(structure)
+    if index < begin:
+        raise LigerDistError(
+            f"the layers of further tokens get the arguments of layer {index}, the last {type(layer).__name__} with "
+            f"softmax attention, but the last stage begins with layer {begin}; divide the layers otherwise "
+            "(layers=...), or leave mtp out."
+        )
 
 
 def _check_decoder(model: nn.Module, structure: Structure) -> None:
@@ -171,6 +202,7 @@ def _check_decoder(model: nn.Module, structure: Structure) -> None:
     expected = list(absent.values())
     absent[_embedding_of(model)] = AbsentEmbedding(structure.hidden_size)
     absent[model.get_submodule(structure.head_name)] = Absent()
+    absent |= {model.get_submodule(PREDICTION): Absent()} if structure.prediction_layers else {}
     empty: Any = _copy(model, absent).cpu()
     parameter = next((name for name, _ in empty.named_parameters()), None)
     if parameter is not None:

@@ -7,6 +7,7 @@ parameters, indices of layers and the config are those of the uncut model.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
@@ -36,6 +37,9 @@ class Stage:
     """one more than the index of the last layer"""
     decoder: str
     """name of the decoder in the model"""
+    passes_embeddings: bool = False
+    """True if hidden states go from stage to stage beside the embeddings of the tokens, which the last one reads:
+    ``[B, S, 2 D]``"""
 
     @property
     def is_first(self) -> bool:
@@ -51,10 +55,13 @@ class Stage:
     def described(self) -> str:
         """Lists the modules of the stage."""
         parts = [f"layers {self.first_layer} to {self.end_layer - 1}"]
-        parts = ["embedding"] * self.is_first + parts + ["final norm, lm_head and loss"] * self.is_last
+        further = ", modules of further tokens" if self.passes_embeddings else ""
+        parts = ["embedding"] * self.is_first + parts + [f"final norm, lm_head{further} and loss"] * self.is_last
         return f"{self}: {', '.join(parts)}"
 
 
+EMBEDDINGS: ContextVar[Tensor | None] = ContextVar("liger_dist_stage_embeddings", default=None)
+"""embeddings of the tokens ``[B, S, D]`` in the running call of the last stage, if the stages pass them on"""
 AbsentCall = tuple[nn.Module, Tensor, tuple[Any, ...]]
 """an absent module, the hidden states that it got, and its other arguments"""
 
@@ -103,8 +110,9 @@ class AbsentHead(nn.Module):
 
 class StageModel(MadeAtRunTime, nn.Module):
     """Mixed into the class of a stage: same signature of the forward, whose first argument are token ids in the first
-    stage and hidden states ``[B, S, D]`` in others; it returns hidden states, or from the last stage the loss ``[1]``
-    of the labels, or logits without labels."""
+    stage and in others what the stage before returned: hidden states ``[B, S, D]``, with the embeddings of the tokens
+    beside them ``[B, S, 2 D]`` for multi-token prediction. The last stage returns the loss ``[1]`` of the labels, or
+    logits without labels."""
 
 
 def as_stage(model: nn.Module, stage: Stage) -> nn.Module:
@@ -125,25 +133,48 @@ def _make_forward(base: Any) -> Callable[..., Any]:
         stage: Stage = vars(self)[_STAGE]
         named = {"use_cache": False} | dict(zip(names, args, strict=False)) | kwargs
         _refuse_router_loss(self, stage, named)
-        inputs = named.get("input_ids")
-        if not stage.is_first and inputs is not None and inputs.is_floating_point():
-            named["inputs_embeds"] = named.pop("input_ids")
+        embeddings = _take_inputs(self, stage, named)
         if not stage.is_last:
             given = {name: value for name, value in named.items() if name not in OF_THE_LOSS}
             hidden_states: Tensor = self.get_submodule(stage.decoder)(**given).last_hidden_state
-            return hidden_states
+            return hidden_states if embeddings is None else torch.cat([hidden_states, embeddings], -1)
         has_labels = named.get("labels") is not None
         if has_labels and named.get("num_items_in_batch") is None:
             raise LigerDistError(
                 f"{stage} was called with labels and num_items_in_batch is None, so that its loss would be a mean over "
                 "one micro-batch; call liger_dist.pipeline_step, or pass the number of labels of all micro-batches."
             )
-        output = base.forward(self, **named)
+        token = EMBEDDINGS.set(embeddings)
+        try:
+            output = base.forward(self, **named)
+        finally:
+            EMBEDDINGS.reset(token)
         # No view: FSDP2 warns of views that leave a module.
         result: Tensor = torch.stack([output.loss.reshape(())]) if has_labels else output.logits
         return result
 
     return present_as(forward, base.forward)  # type: ignore[no-any-return]
+
+
+def _take_inputs(model: Any, stage: Stage, named: dict[str, Any]) -> Tensor | None:
+    """Puts the hidden states of the stage before, or the embeddings that are passed on, among the arguments ``named``
+    of a model; returns the embeddings, None if they are not passed on."""
+    inputs = named.get("input_ids")
+    if inputs is None:
+        return named.get("inputs_embeds") if stage.passes_embeddings else None
+    if inputs.is_floating_point() and not stage.is_first:
+        del named["input_ids"]
+        named["inputs_embeds"] = inputs
+        if not stage.passes_embeddings:
+            return None
+        hidden_states, embeddings = inputs.chunk(2, -1)
+        named["inputs_embeds"] = hidden_states.contiguous()
+        return embeddings  # type: ignore[no-any-return]
+    if not (stage.is_first and stage.passes_embeddings):  # Ids in a later stage are those of a trial.
+        return None
+    del named["input_ids"]
+    named["inputs_embeds"] = embedded = model.get_input_embeddings()(inputs)
+    return embedded  # type: ignore[no-any-return]
 
 
 def _refuse_router_loss(model: Any, stage: Stage, named: dict[str, Any]) -> None:

@@ -28,7 +28,7 @@ from liger_dist.fused_head.recipe import LossRecipe, NotFusableError
 from liger_dist.losses.labels import shifted_further
 from liger_dist.model.class_swap import MadeAtRunTime, present_as, subclass_of
 from liger_dist.model.peft import base_model_of
-from liger_dist.model.stages import stage_of
+from liger_dist.model.stages import EMBEDDINGS, stage_of
 from liger_dist.model.structure import PREDICTION, Structure, embedding_of, find_structure
 from liger_dist.trials.isolated import StandIn, torch_defaults
 
@@ -283,7 +283,9 @@ def _make_forward(base: Any) -> Callable[..., Any]:
             return base.forward(self, *args, **kwargs)
         modules = _without_wrapper(modules)
         has_main, trains_further = modules.main_weight != 0, self.training or modules.main_weight == 0
-        with _seen(inputs.shape[:2], named.get("inputs_embeds")) as seen:
+        # In the last stage of a pipeline, inputs_embeds are hidden states of the stage before.
+        embeddings = EMBEDDINGS.get()
+        with _seen(inputs.shape[:2], named.get("inputs_embeds") if embeddings is None else embeddings) as seen:
             announced = Announced.of(self, coefficient=modules.main_weight if trains_further else None)
             with nullcontext() if has_main else unnoted_losses():
                 output = base.forward(self, *args, **kwargs)
@@ -315,8 +317,8 @@ def _checked(model: nn.Module) -> tuple[nn.Module, Structure, LossRecipe]:
         )
     if stage_of(inner) is not None:
         raise LigerDistError(
-            f"the model is {stage_of(inner)} of a pipeline, and the prediction of further tokens needs the embedding "
-            "and lm_head in one stage; leave mtp out."
+            f"the model is {stage_of(inner)} of a pipeline; add MultiTokenPrediction to the uncut model, before "
+            "pipeline_stage."
         )
     if "forward" in vars(inner):
         raise LigerDistError(
