@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 
 from liger_dist.errors import LigerDistError
-from liger_dist.model.documents import LENGTHS, read_lengths
+from liger_dist.model.documents import LENGTHS, current_call, read_lengths
 from liger_dist.model.torch_modes import untraced
 from liger_dist.sharding.sequence_parallel import SequenceAxis, gather_tokens, scatter_tokens, sequence_axis_of
 from liger_dist.trials.model_run import BY_LENGTHS, CannotRunError
@@ -95,8 +95,10 @@ def _sdpa_attention(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tenso
 def _tried_lengths(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Stands for FlashAttention in a trial: reads whether lengths arrive."""
-    if kwargs.get(LENGTHS) is None:
+    """Stands for FlashAttention in a trial: reads whether lengths of packed documents arrive."""
+    call = current_call()
+    is_packed = call is not None and call.documents is not None and call.documents.is_packed
+    if is_packed and kwargs.get(LENGTHS) is None:
         raise CannotRunError(f"{type(module).__name__} gets no {LENGTHS}")
     return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2), None
 

@@ -61,8 +61,12 @@ ARGUMENTS = (*OF_DOCUMENTS, POSITIONS, MASK)
 CACHES = ("past_key_values", "cache", "cache_params", "state")
 """arguments with the state of earlier tokens"""
 NOT_WANTED = "WrapConfig(varlen_attention=False)"
-FLASH = "flash"
-"""how the names of implementations begin that read the lengths of documents instead of a mask"""
+
+
+def takes_lengths(implementation: str) -> bool:
+    """True for what transformers takes for FlashAttention, a package or a kernel of the hub: it reads the lengths of
+    documents instead of a mask."""
+    return "flash" in implementation
 
 
 @dataclass(frozen=True)
@@ -138,7 +142,7 @@ class PackedCalls:
             return "attention: by their lengths"
         if self._selection is not None and self._selection.is_selected():
             return "attention: by a dense mask of documents"
-        if implementation.startswith(FLASH):
+        if takes_lengths(implementation):
             return "attention: by their lengths, in the model's own"
         return "attention: by the model's own mask"
 
@@ -227,7 +231,7 @@ class PackedCalls:
     def _reads_documents(self) -> bool:
         """True if attention gets the documents of a call, from this library or by their lengths."""
         is_selected = self._selection is not None and self._selection.is_selected()
-        return is_selected or self._implementation().startswith(FLASH)
+        return is_selected or takes_lengths(self._implementation())
 
     def keywords(self, call: PackedCall, named: dict[str, Any], *, has_labels: bool) -> dict[str, Any]:
         """Returns further keywords of a call. A packed one has no cache, which would hold one text for each row, and
@@ -249,7 +253,7 @@ class PackedCalls:
             of_text = documents.positions(positions.device)[None]
             of_images = positions.expand(3, *documents.shape)
             found[POSITIONS] = torch.cat([of_text.to(positions.dtype), of_images])
-        if self._implementation().startswith(FLASH) and named.get(LENGTHS) is None:
+        if takes_lengths(self._implementation()) and named.get(LENGTHS) is None:
             found |= lengths_of(documents)
         return found
 
@@ -310,9 +314,7 @@ def find_packing(model: nn.Module, structure: Structure, *, varlen_attention: bo
     """
     config = getattr(structure.decoder, "config", None)
     original = _implementation_of(config)
-    tried = (
-        BY_LENGTHS if original.startswith(FLASH) else original if original == "sdpa" and not is_replaced() else EAGER
-    )
+    tried = BY_LENGTHS if takes_lengths(original) else original if original == "sdpa" and not is_replaced() else EAGER
     mixers: tuple[type[nn.Module], ...] = ()
     reason = found = None
     text_row = False
