@@ -100,7 +100,8 @@ def _tried_lengths(
     is_packed = call is not None and call.documents is not None and call.documents.is_packed
     if is_packed and kwargs.get(LENGTHS) is None:
         raise CannotRunError(f"{type(module).__name__} gets no {LENGTHS}")
-    return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2), None
+    # FlashAttention's results are contiguous, and some models take views of them.
+    return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2).contiguous(), None
 
 
 def attention(

@@ -4,12 +4,14 @@ loss and every gradient are those of documents alone, or the call is refused. Th
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import families
+import flash_attention
 import on_device
 import pytest
 import torch
@@ -296,6 +298,45 @@ def test_rows_that_are_as_many_as_kinds_of_positions(rows: int, name: str) -> No
         check(model, batch | given, truth, tolerance_of(family, model), way)
 
 
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, marks=[] if family.name in USUAL else [pytest.mark.nightly], id=family.name)
+        for family in all_families()
+    ],
+)
+def test_flash_attention_keeps_documents_apart(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the call is refused."""
+    model = made(family, "eager")
+    if not model._supports_flash_attn:
+        pytest.skip("the family has no FlashAttention")
+    if getattr(model.config, "prefix_lm", False):
+        pytest.skip("the family refuses FlashAttention for its masks")
+    flash_attention.select(model, flash_attention.NAMES[0], monkeypatch)
+    try:
+        truth = alone(model, {"input_ids": IDS, "labels": LABELS} | BY_POSITIONS)
+        liger_dist.wrap(model, "none")
+    except (TypeError, ValueError, liger_dist.LigerDistError) as error:
+        pytest.skip(f"takes no text alone, or is not wrapped: {error}"[:200])
+    outcome = Outcome()
+    for way in ("position_ids", "cu_seq_lens", "both"):
+        outcome.ways[way] = outcome_of_way(model, way, WAYS[way], truth, tolerance_of(family, model), outcome)
+    assert len(set(outcome.ways.values())) == 1, outcome
+    if outcome.ways["both"] == "exact":
+        check_several_rows(model, truth, tolerance_of(family, model))
+    else:
+        assert re.search(REFUSED_WITH_FLASH_ATTENTION, outcome.reason), outcome
+
+
+REFUSED_WITH_FLASH_ATTENTION = "|".join(
+    (
+        "depend on its place in the row",  # learned positions
+        "Install `flash-linear-attention`",  # what transformers says of recurrent layers that get lengths
+        "which is the model's own",
+        "gets no cu_seq_lens_q",  # layers that do not pass them on
+        "one text for each row",
+    )
+)
 ADAPTED = ("llama", "gpt_oss")
 """what ``make test`` runs with adapters"""
 

@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+import flash_attention
 import pytest
 import torch
 from models import assert_below, assert_same, gradients, make_batch, make_model, relative_errors, true_loss_sum
@@ -134,19 +135,12 @@ def build(attention: str) -> Any:
 
 
 @pytest.mark.parametrize("rows", ["texts", "padded", "packed"])
-@pytest.mark.parametrize("name", ["flash_attention_of_test", "kernels-community/flash-attn-of-test"])
+@pytest.mark.parametrize("name", flash_attention.NAMES)
 def test_flash_attention_gets_the_lengths_of_documents(name: str, rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a package, or of a kernel of the hub: stand-ins that read what transformers gives FlashAttention."""
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, name, by_lengths)
-    # Of local ones no mask is made.
-    monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, name, flash_attention_mask)
+    """Of a package, or of a kernel of the hub."""
     model, batch = make_model("llama"), make_batch(0, rows=rows)
     own: Any = copy.deepcopy(model)
-    model.config._attn_implementation = name  # type: ignore[union-attr]
-    wrapped: Any = liger_dist.wrap(model, "none")
+    wrapped: Any = liger_dist.wrap(flash_attention.select(model, name, monkeypatch), "none")
     assert "by their lengths, in the model's own" in str(liger_dist.explain(wrapped))
     loss = wrapped(**batch).loss
     loss.backward()
@@ -154,28 +148,3 @@ def test_flash_attention_gets_the_lengths_of_documents(name: str, rows: str, mon
     (total / count).backward()
     assert abs(float(loss.detach()) * count - float(total.detach())) < 1e-9 * float(total.detach())
     assert_below(relative_errors(gradients(wrapped), gradients(own)), 1e-9)
-
-
-def by_lengths(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    cu_seq_lens_q: Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Causal attention ``[B, S, H, D]`` of ``[B, H, S, D]``, each document or text without padding alone."""
-    B, _, S, _ = query.shape
-    key, value = (one.repeat_interleave(query.shape[1] // one.shape[1], 1) for one in (key, value))
-    numbers = torch.zeros(B, S, dtype=torch.int64, device=query.device)
-    if cu_seq_lens_q is not None:
-        lengths = cu_seq_lens_q.to(query.device).diff()
-        numbers = torch.arange(len(lengths), device=query.device).repeat_interleave(lengths).view(B, S)
-    if attention_mask is not None:
-        numbers = numbers.masked_fill(attention_mask == 0, -1)
-    is_seen = (numbers[:, None, :, None] == numbers[:, None, None, :]) & torch.ones_like(numbers[0, 0]).bool()
-    order = torch.arange(S, device=query.device)
-    is_seen = is_seen & (order[:, None] >= order)
-    attended = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_seen, scale=kwargs["scaling"])
-    return attended.transpose(1, 2), None
