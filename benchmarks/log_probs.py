@@ -139,7 +139,8 @@ def table(
 
 
 def replayed(inputs: Inputs, upstream: Tensor) -> dict[str, Callable[[], object]]:
-    """Forward and backward of log-probabilities, of the whole vocabulary and of the classes that a sampler kept."""
+    """Builds forward and backward of log-probabilities of the full vocabulary, and of the classes that a sampler
+    kept."""
     labels, vocab_size = inputs.labels_T, inputs.weight_VD.shape[0]
     # Different ids, none of them the label.
     steps = torch.arange(1, CLASSES, device="cuda") * (vocab_size // (CLASSES + 1))
@@ -153,7 +154,7 @@ def replayed(inputs: Inputs, upstream: Tensor) -> dict[str, Callable[[], object]
         assert output.log_prob is not None
         (upstream * output.log_prob).sum().backward()
 
-    return {"whole vocabulary": run, f"{CLASSES} classes": partial(run, support_ids=support)}
+    return {"full vocabulary": run, f"{CLASSES} classes": partial(run, support_ids=support)}
 
 
 def replay_table(rounds: int) -> list[Row]:

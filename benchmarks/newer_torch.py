@@ -23,7 +23,7 @@ OP, OPTIONS = "linear_cross_entropy", "linear_cross_entropy_options"
 
 @cache
 def module_of(name: str, folder: Path | None) -> Any:
-    """A module of ``torch.nn.modules``, of the installed torch for None."""
+    """Imports a module of ``torch.nn.modules`` from ``folder``, or from the installed torch for None."""
     full_name = f"torch.nn.modules.{name}"
     if folder is None:
         return import_module(full_name)
@@ -53,8 +53,8 @@ def _package(name: str, path: Path | None, **members: Any) -> None:
 
 
 def kernel_loss(folder: Path, chunk_size: Callable[[Tensor, Tensor], int]) -> Loss:
-    """The loss whose chunks the CuTe kernel computes, with the gradient of the op: computed by the forward, scaled by
-    the backward. What the newer torch puts around it, its registry of overrides, is left out."""
+    """Builds the loss whose chunks the CuTe kernel computes, with the gradient of the op: computed by the forward,
+    scaled by the backward. What the newer torch puts around it, its registry of overrides, is left out."""
     for name in ("torch._native", "torch._native.ops", "torch._native.ops.linear_cross_entropy"):
         _package(name, folder.joinpath(*name.split(".")[1:]))
     _package("torch._native.cutedsl_utils", None)
@@ -75,6 +75,8 @@ def kernel_loss(folder: Path, chunk_size: Callable[[Tensor, Tensor], int]) -> Lo
 
         @staticmethod
         def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor, None]:
-            return ctx.by_hidden.mul_(upstream), ctx.by_weight.mul_(upstream), None
+            # A gradient that the context keeps would be copied.
+            by_hidden, by_weight, ctx.by_hidden, ctx.by_weight = ctx.by_hidden, ctx.by_weight, None, None
+            return by_hidden.mul_(upstream), by_weight.mul_(upstream), None
 
     return lambda hidden, weight, labels: Function.apply(hidden, weight, labels)  # type: ignore[no-untyped-call]

@@ -207,8 +207,9 @@ tokens, balanced); training has one. [Mixtures of experts](../experts.md#two-gpu
 of them and its tokens; 8 different experts of each token, drawn evenly. bf16, without router and shared experts.
 `products alone`: dense products of as many operations. `transformers, grouped_mm`: its dispatch, which sends a row for
 each expert of a token. `Liger, expert parallel (CuTe)`: `moe_fused` of Liger's native kernels, without NVLink
-multicast. A time is that of the slowest rank. `MiB`: peak memory beyond inputs and weights, with the gradients, and for
-Liger without what it reserves outside of torch. Errors are relative (L2) to fp64.""",
+multicast. A time is that of the slowest rank. `MiB`: peak memory beyond inputs and weights, with the gradients; that of
+Liger is not known: it reserves memory outside of torch. Errors are relative (L2) to fp64, on 128 tokens and the
+first expert of each rank.""",
         (
             Group(("ms", "ratio", "peak MiB"), ""),
             Group(("output error", "dX error", "router error", "gate and up error", "down error"), "16384"),
@@ -356,9 +357,11 @@ verl's. `scoring`: log-probabilities without gradients. [verl](../hosts/verl.md)
         """Forward and backward in bf16 with fresh gradients, N x D x V: tokens, hidden features, classes. `ratio`:
 time divided by three bare cuBLAS GEMMs (two if lm_head is frozen). `MiB`: peak memory beyond inputs and the
 two gradients. Errors are relative (L2) to fp64, on 256 rows. `sum`: the dtype in which the weight's
-gradient is added up over chunks. `torch's op`: `torch.nn.functional.linear_cross_entropy` of torch 2.13 with
-`LinearCrossEntropyOptions()` (`balanced`: this `acc_policy`), run by torch 2.11; its loss is a sum of chunks in
-bf16. `torch 2.15's op`: its files, run by torch 2.11, and its kernel without the registry that selects it.""",
+gradient is added up over chunks. `torch's op`: `torch.nn.functional.linear_cross_entropy` of torch 2.13, in the
+table with torch 2.15's op of 2.15, run by torch 2.11 from the files of the wheel, with `LinearCrossEntropyOptions()`
+(`balanced`, `accurate`: this `acc_policy`). Its loss is a sum of chunks in bf16. `CuTe kernel`: what 2.15 runs where
+nvidia-cutlass-dsl is installed, called without torch's registry; its loss is summed in fp32 and rounded to bf16, and
+this row includes a copy of both gradients.""",
         (
             Group(("ratio", "extra MiB"), "torch's op$", "ways", "ratio · MiB, beside torch's own op"),
             Group(("ms", "ratio", "extra MiB", "dW error", "loss error"), "torch 2.15's op$"),
@@ -434,9 +437,10 @@ relative (L2) to fp64, on 256 rows of each gradient.""",
         """bf16 operands. `scoring`: without gradients, `ratio` to one bare cuBLAS GEMM. `forward and backward`: with
 fresh gradients, to four. `training`: the scalar loss with fp32 logits to that with bf16 logits. `MiB`: peak
 memory beyond inputs and gradients. Errors are relative (L2) to fp64, on 512 tokens of peaked distributions.
-`512-token chunks`: full logits of a chunk, its log-softmax by torch, checkpointed. `kept logits`: beside a
-memory budget of 4 GiB, into which all logits fit. `sampling replay`: log-probabilities alone, forward and backward,
-of the classes that a sampler kept, `of plain`: to those of the whole vocabulary.""",
+`512-token chunks`: full logits of a chunk, its log-softmax by torch, checkpointed. `kept logits`: `liger_dist`
+has the default budget of 1 GiB, `logits kept` one of 4 GiB, with which all logits are saved and three products are
+computed instead of four. `sampling replay`: log-probabilities alone, forward and backward,
+of the classes that a sampler kept, `of plain`: to those of the full vocabulary.""",
         (
             Group(("ratio", "extra MiB"), "^(scoring|forward)", "ways", "ratio · MiB"),
             Group(("ms", "of plain", "extra MiB"), "^sampling replay"),

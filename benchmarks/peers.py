@@ -45,7 +45,7 @@ def linear_cross_entropies() -> list[tuple[str, Loss, str]]:
 
 
 POLICIES = {"auto": "torch's op", "balanced": "torch's op, balanced", "accurate": "torch's op, accurate"}
-"""ways in which torch's op accumulates the weight's gradient, and how they are named"""
+"""``acc_policy`` of torch's op, and the names of its rows"""
 
 
 def torch_op() -> list[tuple[str, Loss, str]]:
@@ -59,7 +59,7 @@ def torch_op() -> list[tuple[str, Loss, str]]:
     try:
         options.LinearCrossEntropyOptions(acc_policy="balanced")
         policies = ("auto", "balanced")
-    except ValueError:  # Since torch 2.15 there is none.
+    except ValueError:  # torch 2.15 has no policy "balanced".
         policies = ("auto", "accurate")
 
     def chosen(policy: str, hidden: Tensor, weight: Tensor) -> Any:
@@ -79,7 +79,8 @@ def torch_op() -> list[tuple[str, Loss, str]]:
 
         return loss
 
-    found = [(POLICIES[policy], loss_of(policy), "bf16 sum" if policy == "auto" else "fp32 sum") for policy in policies]
+    # Sums of chunks have the dtype of the weight: ``acc_dtype`` is fp32 under "auto" alone, for its logits.
+    found = [(POLICIES[policy], loss_of(policy), "bf16 sum") for policy in policies]
     if folder is not None and newer_torch.has_kernel(folder):
         kernel = newer_torch.kernel_loss(folder, lambda x, w: int(chosen("compact", x, w).batch_chunk_size))
         found.append(("torch's op, CuTe kernel", kernel, "bf16 sum"))

@@ -97,7 +97,7 @@ AXES = {
     "GiB above the weights": "memory above the weights, GiB",
     "GiB": "memory above the weights, GiB",
     "extra MiB": "memory beyond inputs and gradients, MiB",
-    "peak MiB": "memory beyond inputs and masters, MiB",
+    "peak MiB": "memory beyond inputs and weights, MiB",
     "waiting ms": "time without a kernel, ms",
     "forward and backward ms": "ms",
 }

@@ -1,4 +1,4 @@
-"""The head alone on several GPUs, forward and backward: a vocab-parallel lm_head against a gathered weight.
+"""lm_head alone on several GPUs, forward and backward: vocab-parallel, tensor parallel, and an all-gathered weight.
 
     python -m torch.distributed.run --standalone --nproc-per-node 4 -m benchmarks.vocab_parallel
 
@@ -104,8 +104,8 @@ def gathered(inputs: Inputs, dtype: torch.dtype) -> Step:
 
 
 def tensor_parallel(inputs: Inputs, groups: Groups) -> Step:
-    """The loss of tensor parallelism: of all processes' tokens, gathered before, and of own rows; gradients of the
-    hidden states are all-reduced in their dtype."""
+    """Builds the loss of tensor parallelism over the all-gathered tokens of all ranks; gradients of hidden states are
+    all-reduced in their dtype."""
     own, _ = rows_of(inputs.weight_VD)
     local = inputs.weight_VD.detach()[own].float().requires_grad_()
     shard = RowShard(group=groups.world, start=own.start, vocab_size=len(inputs.weight_VD))
@@ -121,14 +121,14 @@ def tensor_parallel(inputs: Inputs, groups: Groups) -> Step:
         )
         by_hidden, by_weight = torch.autograd.grad(output.loss, (hidden, local))
         assert output.log_prob is not None
-        # The mean over all processes' tokens has gradients smaller by their number than those of own tokens' mean.
+        # The mean over the tokens of all ranks has gradients smaller by their number than that of this rank's tokens.
         return -output.log_prob[mine].mean(), by_hidden[mine] * size, by_weight
 
     return run
 
 
 def gathered_tokens(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """All processes' hidden states and labels."""
+    """All-gathers hidden states and labels of all ranks."""
     size, (T, D) = dist.get_world_size(), inputs.hidden_TD.shape
     hidden, labels = inputs.hidden_TD.new_empty((size * T, D)), inputs.labels_T.new_empty(size * T)
     dist.all_gather_into_tensor(hidden, inputs.hidden_TD.detach())

@@ -46,8 +46,7 @@ def pipeline_stage(
 
     The first stage has the input embedding, the last one final norm, lm_head and the modules of
     :class:`~liger_dist.mtp.MultiTokenPrediction`, for which the embeddings of the tokens go through all stages beside
-    the hidden states. Wrap each stage by
-    :func:`liger_dist.wrap` before it goes into a ``PipelineStage``.
+    the hidden states. Wrap each stage by :func:`liger_dist.wrap` before it goes into a ``PipelineStage``.
 
     Args:
         model: a causal language model of Hugging Face with values, not wrapped. It is left as it is.
@@ -58,7 +57,8 @@ def pipeline_stage(
 
     Raises:
         LigerDistError: the stages would not compute what the model computes: lm_head is tied to the embedding, layers
-            share state other than hidden states, or the decoder does something outside of its layers.
+            share state other than hidden states, the decoder does something outside of its layers, or the last stage
+            lacks the layer whose arguments the layers of further tokens get.
     """
     _check_arguments(model, index, num_stages)
     structure = find_structure(model)
@@ -271,9 +271,10 @@ def pipeline_step(
     """Runs one step of a schedule of ``torch.distributed.pipelining`` on a batch, and its backward where gradients are
     enabled. Returns the loss (0-d) on ranks with the last stage, and None elsewhere.
 
-    The loss is that of the uncut model on the whole batch, whatever the numbers of labels of its micro-batches. All
-    ranks of the process group call it together: they first exchange what they would refuse. Ranks of one pipeline give
-    the same batch, ranks of data parallelism different ones.
+    The loss is that of the uncut model on the full batch, whatever the numbers of labels of its micro-batches. The
+    losses of further tokens are divided by the number of labels of the next token, as in a model that gets
+    ``num_items_in_batch``. All ranks of the process group call it together: they first exchange what they would refuse.
+    Ranks of one pipeline give the same batch, ranks of data parallelism different ones.
 
     Args:
         schedule: made with stages of :func:`pipeline_stage`, ``loss_fn=liger_dist.pipeline_loss`` and

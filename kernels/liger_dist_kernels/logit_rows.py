@@ -385,7 +385,7 @@ def tile_arguments(
     """Chooses the largest tile whose logits and values computed from them fit the registers, and its launch options.
 
     Args:
-        num_extra: number of values that are computed of each logit besides probabilities: soft-caps, entropies,
+        num_extra: number of values that are computed of each logit besides probabilities: entropies,
             squares, sums, class weights
         num_classes: classes of a row, fixed for blocks of any width so that one compilation serves them; None for those
         of ``logits_TV``
