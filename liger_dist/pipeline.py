@@ -29,7 +29,7 @@ from .model.peft import peft_parameters
 from .model.quantized import four_bit_stacks
 from .model.stages import Absent, AbsentCall, AbsentEmbedding, AbsentHead, Stage, as_stage, stage_of
 from .model.structure import PREDICTION, Structure, embedding_of, find_structure
-from .mtp.modules import template_layer
+from .mtp.modules import note_embeddings, template_layer
 from .record import is_wrapped, record_of
 from .sharding.process_groups import gathered
 from .versions import numbers
@@ -79,9 +79,8 @@ def pipeline_stage(
         decoder=decoder,
         passes_embeddings=predicts_further,
     )
-    if predicts_further and (stage.is_last or layers is None):
-        begin = first if layers is not None else _divided(len(structure.layers), num_stages - 1, num_stages)[0]
-        _check_further_tokens(structure, begin)
+    if predicts_further:
+        _check_further_tokens(model, structure, stage, divides=layers is None)
     _check_decoder(model, structure)
     absent: dict[nn.Module, nn.Module] = {
         layer: Absent() for number, layer in enumerate(structure.layers) if not first <= number < end
@@ -168,25 +167,34 @@ def _copy(model: nn.Module, absent: dict[nn.Module, nn.Module]) -> nn.Module:
     # deepcopy keeps what it has copied, by the id of this list: parameters must live as long as the memo.
     copied = copy.deepcopy(model, memo)
     if isinstance(copied._modules.get(PREDICTION), Absent):
-        delattr(copied, PREDICTION)  # A model without them predicts the next token.
+        delattr(copied, PREDICTION)  # The forward takes whatever has this name for modules of further tokens.
     return copied
 
 
-def _check_further_tokens(structure: Structure, begin: int) -> None:
-    """Checks that the last stage has the layer whose arguments the layers of further tokens get.
+def _check_further_tokens(model: nn.Module, structure: Structure, stage: Stage, *, divides: bool) -> None:
+    """Checks that the embeddings of the tokens are noted, and that the last stage has the layer whose arguments the
+    layers of further tokens get.
 
     Args:
-        begin: index of the last stage's first layer.
+        divides: True if the layers are divided evenly, so that each rank knows those of the last stage.
 
     Raises:
-        LigerDistError: another stage has it.
+        LigerDistError: another stage has it, or the embedding was replaced.
     """
+    if note_embeddings not in _embedding_of(model)._forward_hooks.values():
+        raise LigerDistError(
+            f"the input embedding of this {type(model).__name__} was replaced after MultiTokenPrediction was added, "
+            "which reads its results; replace it before."
+        )
     index, layer = template_layer(structure)
+    begin = stage.first_layer if stage.is_last else 0
+    if divides:
+        begin = _divided(len(structure.layers), stage.num_stages - 1, stage.num_stages)[0]
     if index < begin:
         raise LigerDistError(
             f"the layers of further tokens get the arguments of layer {index}, the last {type(layer).__name__} with "
-            f"softmax attention, but the last stage begins with layer {begin}; divide the layers otherwise "
-            "(layers=...), or leave mtp out."
+            f"softmax attention, but the last stage begins with layer {begin}; let it begin with layer {index} at most "
+            f"(layers=({index}, {len(structure.layers)})), or leave mtp out."
         )
 
 
@@ -304,10 +312,8 @@ def pipeline_step(
         items = None if num_items_in_batch is None else _one_number(num_items_in_batch, labels.device)
     except Exception as error:
         refusal = error
-    passes = "forward and backward" if torch.is_grad_enabled() else "a forward"
-    counted = f"num_items_in_batch {'left out' if num_items_in_batch is None else 'given'}"
     group = stages[0].group if stages else None
-    _agree(refusal, group, batch, f"{passes}, {counted}", trained, splits=splits)
+    _agree(refusal, group, batch, _described(stages, has_items=num_items_in_batch is not None), trained, splits=splits)
     is_first = any(stage.is_first for stage in stages)
     last = next((stage.submod for stage in stages if stage.is_last), None)
     count = schedule._n_microbatches
@@ -323,6 +329,15 @@ def pipeline_step(
     with outputs_are_saved() if _splits_backward(schedule) else nullcontext():
         run(*((input_ids,) if is_first else ()), target=target, losses=losses, **given)
     return None if last is None else torch.stack(losses).sum().detach()
+
+
+def _described(stages: list[Any], *, has_items: bool) -> str:
+    """Describes what a step does, for a comparison over all ranks."""
+    passes = "forward and backward" if torch.is_grad_enabled() else "a forward"
+    counted = f"num_items_in_batch {'given' if has_items else 'left out'}"
+    predict = {place.passes_embeddings for stage in stages if (place := stage_of(stage.submod)) is not None}
+    further = ["with" if one else "without" for one in sorted(predict)]
+    return f"{passes}, {counted}, stages {' and '.join(further)} modules of further tokens"
 
 
 def _stages_of(schedule: Any) -> list[Any]:

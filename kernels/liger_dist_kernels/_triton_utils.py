@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 """Selects Triton or the reference, launches kernels, and holds the device functions that all Triton files share, such
-as the transform of a raw logit (softcap, scale, temperature)."""
+as probabilities and exponentials of differences."""
 
 from __future__ import annotations
 

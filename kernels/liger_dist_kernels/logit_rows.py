@@ -133,7 +133,7 @@ def transform_of(row, scale, softcap, inverse_temperature, PER_TOKEN: tl.constex
     dtype = tl.float64 if FP64 else tl.float32
     inverse = tl.load(inverse_temperature + row).to(dtype) if PER_TOKEN else number(inverse_temperature, dtype)
     scale, softcap = number(scale, dtype), number(softcap, dtype)
-    return Transform(scale * inverse, softcap * inverse, scale * log2_of(-2.0 / softcap))
+    return Transform(scale * inverse, softcap * inverse, log2_of(-2.0 * scale / softcap))
 
 
 @triton.jit
@@ -144,9 +144,8 @@ def load_logits(row_ptr, offs_v, mask_v, transform, FLAGS: tl.constexpr):
     slope = tl.full(raw.shape, 1.0, dtype)
     z = raw
     if FLAGS.HAS_SOFTCAP:
-        # The interpreter has no tanh; 1 / sqrt(x) is one instruction, a division five.
-        root = tl.rsqrt(1.0 + tl.exp2(raw * transform.exponent))
-        tanh = 2.0 * root * root - 1.0
+        # The interpreter has no tanh.
+        tanh = 2.0 / (1.0 + tl.exp2(raw * transform.exponent)) - 1.0
         z = rounded_product(tanh, tl.zeros_like(raw) + transform.bound)
         slope = (1.0 - tanh * tanh) * transform.slope
     elif FLAGS.TRANSFORMS:
@@ -370,8 +369,7 @@ def alignment_arguments(rows: tuple[Tensor, ...], is_padded: bool) -> dict[str, 
 
 def num_extra_of(rows: RowOptions) -> int:
     """Counts the values besides probabilities that a sweep for statistics computes of each logit."""
-    extra = sum_arguments(rows).values()
-    return sum(extra)
+    return sum(sum_arguments(rows).values())
 
 
 def tile_arguments(

@@ -57,11 +57,21 @@ class Stage:
         parts = [f"layers {self.first_layer} to {self.end_layer - 1}"]
         further = ", modules of further tokens" if self.passes_embeddings else ""
         parts = ["embedding"] * self.is_first + parts + [f"final norm, lm_head{further} and loss"] * self.is_last
+        parts += ["embeddings for further tokens passed on"] * (self.passes_embeddings and not self.is_last)
         return f"{self}: {', '.join(parts)}"
 
 
-EMBEDDINGS: ContextVar[Tensor | None] = ContextVar("liger_dist_stage_embeddings", default=None)
-"""embeddings of the tokens ``[B, S, D]`` in the running call of the last stage, if the stages pass them on"""
+@dataclass
+class Passed:
+    """Embeddings of the tokens in a call of a stage, if the stages pass them on."""
+
+    model: Any
+    embeddings: Tensor | None
+    """``[B, S, D]``; None in the first stage until its embedding has run"""
+
+
+PASSED: ContextVar[Passed | None] = ContextVar("liger_dist_passed", default=None)
+"""of the innermost running call of a stage"""
 AbsentCall = tuple[nn.Module, Tensor, tuple[Any, ...]]
 """an absent module, the hidden states that it got, and its other arguments"""
 
@@ -133,48 +143,64 @@ def _make_forward(base: Any) -> Callable[..., Any]:
         stage: Stage = vars(self)[_STAGE]
         named = {"use_cache": False} | dict(zip(names, args, strict=False)) | kwargs
         _refuse_router_loss(self, stage, named)
-        embeddings = _take_inputs(self, stage, named)
-        if not stage.is_last:
-            given = {name: value for name, value in named.items() if name not in OF_THE_LOSS}
-            hidden_states: Tensor = self.get_submodule(stage.decoder)(**given).last_hidden_state
-            return hidden_states if embeddings is None else torch.cat([hidden_states, embeddings], -1)
-        has_labels = named.get("labels") is not None
-        if has_labels and named.get("num_items_in_batch") is None:
-            raise LigerDistError(
-                f"{stage} was called with labels and num_items_in_batch is None, so that its loss would be a mean over "
-                "one micro-batch; call liger_dist.pipeline_step, or pass the number of labels of all micro-batches."
-            )
-        token = EMBEDDINGS.set(embeddings)
+        passed = Passed(self, _take_inputs(self, stage, named))
+        token = PASSED.set(passed)
         try:
-            output = base.forward(self, **named)
+            return _result_of(base, self, stage, named, passed)
         finally:
-            EMBEDDINGS.reset(token)
-        # No view: FSDP2 warns of views that leave a module.
-        result: Tensor = torch.stack([output.loss.reshape(())]) if has_labels else output.logits
-        return result
+            PASSED.reset(token)
 
     return present_as(forward, base.forward)  # type: ignore[no-any-return]
 
 
+def _result_of(base: Any, model: Any, stage: Stage, named: dict[str, Any], passed: Passed) -> Tensor:
+    """Computes what a stage returns from its arguments ``named``."""
+    if not stage.is_last:
+        given = {name: value for name, value in named.items() if name not in OF_THE_LOSS}
+        hidden_states: Tensor = model.get_submodule(stage.decoder)(**given).last_hidden_state
+        if not stage.passes_embeddings or passed.embeddings is None:  # A trial has no embeddings.
+            return hidden_states
+        return torch.cat([hidden_states, passed.embeddings], -1)
+    has_labels = named.get("labels") is not None
+    if has_labels and named.get("num_items_in_batch") is None:
+        raise LigerDistError(
+            f"{stage} was called with labels and num_items_in_batch is None, so that its loss would be a mean over one "
+            "micro-batch; call liger_dist.pipeline_step, or pass the number of labels of all micro-batches."
+        )
+    output = base.forward(model, **named)
+    # No view: FSDP2 warns of views that leave a module.
+    result: Tensor = torch.stack([output.loss.reshape(())]) if has_labels else output.logits
+    return result
+
+
 def _take_inputs(model: Any, stage: Stage, named: dict[str, Any]) -> Tensor | None:
-    """Puts the hidden states of the stage before, or the embeddings that are passed on, among the arguments ``named``
-    of a model; returns the embeddings, None if they are not passed on."""
-    inputs = named.get("input_ids")
-    if inputs is None:
+    """Puts what the stage before has returned among the arguments ``named`` of a model, as its ``inputs_embeds``.
+
+    Returns:
+        the embeddings of the tokens ``[B, S, D]``; None if they are not passed on, or not known yet.
+
+    Raises:
+        LigerDistError: it is not what the stage before returns.
+    """
+    if stage.is_first:
         return named.get("inputs_embeds") if stage.passes_embeddings else None
-    if inputs.is_floating_point() and not stage.is_first:
-        del named["input_ids"]
-        named["inputs_embeds"] = inputs
-        if not stage.passes_embeddings:
-            return None
-        hidden_states, embeddings = inputs.chunk(2, -1)
-        named["inputs_embeds"] = hidden_states.contiguous()
-        return embeddings  # type: ignore[no-any-return]
-    if not (stage.is_first and stage.passes_embeddings):  # Ids in a later stage are those of a trial.
+    inputs = named.get("input_ids")
+    if inputs is None or not inputs.is_floating_point():  # Ids are those of a trial.
         return None
+    size = model.get_input_embeddings().hidden_size * (1 + stage.passes_embeddings)
+    if inputs.shape[-1] != size:
+        beside = " and the embeddings of the tokens beside them" if stage.passes_embeddings else ""
+        raise LigerDistError(
+            f"{stage} got a tensor of the shape {tuple(inputs.shape)}; expected hidden states{beside}, [B, S, {size}], "
+            "as the stage before returns them. Cut all stages from the same model."
+        )
     del named["input_ids"]
-    named["inputs_embeds"] = embedded = model.get_input_embeddings()(inputs)
-    return embedded  # type: ignore[no-any-return]
+    if not stage.passes_embeddings:
+        named["inputs_embeds"] = inputs
+        return None
+    hidden_states, embeddings = inputs.chunk(2, -1)
+    named["inputs_embeds"] = hidden_states.contiguous()
+    return embeddings  # type: ignore[no-any-return]
 
 
 def _refuse_router_loss(model: Any, stage: Stage, named: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from liger_dist.errors import LigerDistError
 from liger_dist.model.documents import current_call, read_documents
+from liger_dist.model.stages import PASSED
 from liger_dist.model.structure import READS_OUTPUT, PredictionUnits, Structure
 from liger_dist.model.torch_modes import untraced
 
@@ -197,10 +198,12 @@ def note_hidden_states(decoder: nn.Module, args: Any, output: Any) -> None:
 
 @untraced
 def note_embeddings(embedding: nn.Module, args: Any, output: Any) -> None:
-    """Notes embeddings, as a forward hook of an input embedding."""
-    seen = SEEN.get()
+    """Notes embeddings, as a forward hook of an input embedding; in the first stage of a pipeline for the last one."""
+    seen, passed = SEEN.get(), PASSED.get()
     if seen is not None and seen.embeddings is None and output.shape[:2] == seen.shape:
         seen.embeddings = output
+    if passed is not None and passed.embeddings is None and passed.model.get_input_embeddings() is embedding:
+        passed.embeddings = output
 
 
 setattr(note_embeddings, READS_OUTPUT, True)

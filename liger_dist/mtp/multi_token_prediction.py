@@ -28,7 +28,7 @@ from liger_dist.fused_head.recipe import LossRecipe, NotFusableError
 from liger_dist.losses.labels import shifted_further
 from liger_dist.model.class_swap import MadeAtRunTime, present_as, subclass_of
 from liger_dist.model.peft import base_model_of
-from liger_dist.model.stages import EMBEDDINGS, stage_of
+from liger_dist.model.stages import PASSED, stage_of
 from liger_dist.model.structure import PREDICTION, Structure, embedding_of, find_structure
 from liger_dist.trials.isolated import StandIn, torch_defaults
 
@@ -266,6 +266,14 @@ def _seen(shape: torch.Size, embeddings: Tensor | None) -> Iterator[Seen]:
         SEEN.reset(token)
 
 
+def _given_embeddings(model: nn.Module, named: dict[str, Any]) -> Tensor | None:
+    """Returns embeddings that a call gets as arguments. In the last stage of a pipeline ``inputs_embeds`` are hidden
+    states of the stage before, which are no embeddings, and the stages have passed these on."""
+    passed = PASSED.get()
+    is_passed = passed is not None and passed.model is model and passed.embeddings is not None
+    return passed.embeddings if passed is not None and is_passed else named.get("inputs_embeds")
+
+
 @lru_cache(maxsize=64)
 def predicting_class(base: Any) -> Any:
     """Returns the subclass of a model's class that predicts further tokens."""
@@ -283,9 +291,7 @@ def _make_forward(base: Any) -> Callable[..., Any]:
             return base.forward(self, *args, **kwargs)
         modules = _without_wrapper(modules)
         has_main, trains_further = modules.main_weight != 0, self.training or modules.main_weight == 0
-        # In the last stage of a pipeline, inputs_embeds are hidden states of the stage before.
-        embeddings = EMBEDDINGS.get()
-        with _seen(inputs.shape[:2], named.get("inputs_embeds") if embeddings is None else embeddings) as seen:
+        with _seen(inputs.shape[:2], _given_embeddings(self, named)) as seen:
             announced = Announced.of(self, coefficient=modules.main_weight if trains_further else None)
             with nullcontext() if has_main else unnoted_losses():
                 output = base.forward(self, *args, **kwargs)

@@ -174,6 +174,60 @@ def test_stages_together_are_the_uncut_model() -> None:
     torch.testing.assert_close(loss[0].double(), total / 8, rtol=1e-6, atol=0.0)
 
 
+def made_stages(uncut: Any) -> Any:
+    """A first and a last stage, by hand."""
+    stages = [liger_dist.pipeline_stage(uncut, index, 2) for index in range(2)]
+    ids = torch.arange(1, 11, device=stages[0].device).view(2, 5)
+    return ids, lambda: stages[1](stages[0](ids), labels=ids, num_items_in_batch=8), stages
+
+
+def test_hooks_of_the_embedding() -> None:
+    """Noise that a hook adds later is in the hidden states alone, as in the uncut model."""
+    uncut = make_predicting()
+    uncut.model.embed_tokens.register_forward_hook(lambda _, args, output: output + 0.1 * output.cos())
+    ids, step, _ = made_stages(uncut)
+    truth = uncut(ids, labels=ids, num_items_in_batch=8, use_cache=False).loss
+    torch.testing.assert_close(step()[0], truth, rtol=1e-6, atol=0.0)
+
+
+def test_another_model_in_the_call_of_a_stage() -> None:
+    other = make_predicting()
+    ids, step, stages = made_stages(copy.deepcopy(other))
+    more = torch.arange(20, 26, device=ids.device).view(1, 6)
+    call = lambda: float(other(more, labels=more, num_items_in_batch=4, use_cache=False).loss)  # noqa: E731
+    expected, alone, found = step(), call(), []
+    stages[1].model.norm.register_forward_hook(lambda *_: found.append(call()))
+    stages[0].model.embed_tokens.register_forward_hook(lambda *_: found.append(call()))
+    assert torch.equal(step(), expected)
+    assert found == [alone, alone]
+
+
+def test_tensors_of_another_pipeline() -> None:
+    uncut, plain = make_predicting(), make_uncut("llama")
+    ids, _, stages = made_stages(uncut)
+    first, last = (liger_dist.pipeline_stage(plain, index, 2) for index in range(2))
+    for stage, before in ((stages[1], first), (last, stages[0])):
+        with pytest.raises(liger_dist.LigerDistError, match="Cut all stages from the same model"):
+            stage(before(ids), labels=ids, num_items_in_batch=8)
+    with pytest.raises(ValueError, match="input_ids or inputs_embeds"):
+        stages[0](ids, inputs_embeds=torch.zeros(2, 5, 16, device=ids.device))
+    uncut.set_input_embeddings(copy.deepcopy(plain.get_input_embeddings()))
+    with pytest.raises(liger_dist.LigerDistError, match="was replaced after MultiTokenPrediction was added"):
+        liger_dist.pipeline_stage(uncut, 0, 2)
+
+
+def test_stages_of_different_models_are_refused_on_all_ranks(workers_2: Workers) -> None:
+    with pytest.raises(RuntimeError, match="stages with modules of further tokens"):
+        workers_2.run(step_of_different_models)
+
+
+def step_of_different_models() -> None:
+    uncut = make_predicting()
+    if dist.get_rank() == 0:
+        del uncut.mtp
+    Pipeline(uncut, "1F1B").step(make_rows(0))
+
+
 def test_a_last_stage_without_softmax_attention() -> None:
     hybrid = make_predicting("qwen3_5_text")
     hybrid.model.layers = nn.ModuleList(sorted(hybrid.model.layers, key=lambda layer: hasattr(layer, "linear_attn")))
