@@ -281,7 +281,7 @@ def cross_entropy_bwd(
         return out_TV
     max_T, log_total_T, miss_T, nll_T, mass_T, entropy_T, square_T, smoothing_T, _ = map(dense, coefficients)
     weight_V = None if smoothing_T is None else class_weights_of(rows, logits_TV)
-    num_extra = sum(given is not None for given in (entropy_T, square_T, weight_V))
+    num_extra = sum(given is not None for given in (rows.options.softcap, entropy_T, square_T, weight_V))
     tile = tile_arguments(
         logits_TV,
         out_TV,

@@ -369,7 +369,8 @@ def alignment_arguments(rows: tuple[Tensor, ...], is_padded: bool) -> dict[str, 
 
 def num_extra_of(rows: RowOptions) -> int:
     """Counts the values besides probabilities that a sweep for statistics computes of each logit."""
-    return sum(sum_arguments(rows).values())
+    extra = (rows.options.softcap is not None, *sum_arguments(rows).values())
+    return sum(extra)
 
 
 def tile_arguments(
@@ -383,7 +384,7 @@ def tile_arguments(
     """Chooses the largest tile whose logits and values computed from them fit the registers, and its launch options.
 
     Args:
-        num_extra: number of values that are computed of each logit besides probabilities: entropies,
+        num_extra: number of values that are computed of each logit besides probabilities: soft-caps, entropies,
             squares, sums, class weights
         num_classes: classes of a row, fixed for blocks of any width so that one compilation serves them; None for those
         of ``logits_TV``

@@ -36,16 +36,16 @@ SOME = (
 """of the launches that all are compiled by ``make test-all``"""
 ALLOWED = {
     r"fwd_bwd_kernel: .*, padded|fwd_bwd_kernel: .*, 128264": 8,
-    r"fwd_bwd_kernel: .*, smoothing, soft-cap, entropy, class weight|fwd_bwd_kernel: .*, soft-cap, .*padded": 16,
+    r"fwd_bwd_kernel: .*, smoothing, soft-cap, entropy, class weight": 16,
     r"Norm, \w+, (12288|16384)": 440,
     r"Norm, \w+, (576|896|3072)": 8,
     r"gated norm": 88,
     r"_gate_bwd_kernel: experts, .*LoRA": 8,
 }
 """bytes of spills: two registers of the pass in one launch (sm_90: with four options together, on sm_80 four registers;
-sm_100: in some launches, with a soft-cap four registers), and norms, which are faster with theirs (H100: 2.5 TB/s at
-16384 columns, 2.3 without; gated, 4096 columns, 2.6 after spills of 0 bytes and 2.0 after 48, 2.2 in smaller programs
-without). Experts with LoRA are faster in tiles of 128 features, see expert_gate.py
+sm_100: in 70 of 3,909 launches), and norms, which are faster with theirs (H100: 2.5 TB/s at 16384 columns, 2.3 without;
+gated, 4096 columns, 2.6 after spills of 0 bytes and 2.0 after 48, 2.2 in smaller programs without). Experts with LoRA
+are faster in tiles of 128 features, see expert_gate.py
 """
 
 
