@@ -26,6 +26,8 @@ from .fused_layers.experts import (
     correct_peft,
     has_lora_on_four_bits,
     needs_grouped_lora,
+    needs_its_ranks,
+    refuse_unswapped_experts,
     remove_leftover_lora,
     warn_of_missing_lora,
 )
@@ -46,6 +48,7 @@ from .sharding import encoders, resharding
 from .sharding.accelerate import mark_sharded, unmark_sharded
 from .sharding.base import Strategy, Wrapper
 from .sharding.failed_sharding import refuse_half_sharded, storage_state
+from .sharding.fsdp2.strategy import FSDP2
 from .sharding.fsdp_options import FullySharded
 from .sharding.materialize import values_of_rank_0
 from .sharding.mesh import Mesh
@@ -155,6 +158,8 @@ def _fuse(
             compiled=_compiled_layers(found.structure, strategy),
         )
     refuse_merged_weights(model, strategy.name)
+    if isinstance(strategy, FSDP2):
+        refuse_unswapped_experts(model, strategy.experts_apart(found.structure), dict(layers.left))
     warn_of_missing_lora(outer, model)
     packing, decoder = found.packing, found.structure.decoder
     attention = select_attention(decoder, packing.wanted, packing.attention_reason)
@@ -293,6 +298,9 @@ def original_layers(
             keeps = [RECURRENT] if keeps_rows else []
             if needs_grouped_lora(inner):
                 kept.append("LoRA on experts of 4 bits, of which PEFT's own forward reads one parameter without it")
+                keeps += [LOW_RANK_EXPERTS, EXPERTS]
+            if any(map(needs_its_ranks, inner.modules())):
+                kept.append("experts on several ranks, which the model's own code does not reach")
                 keeps += [LOW_RANK_EXPERTS, EXPERTS]
             stack.enter_context(suspended_forwards(inner, owner=record.owner, keeps=keeps))
         if keeps_attention and record.attention.selected is not None:

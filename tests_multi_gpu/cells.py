@@ -194,6 +194,7 @@ MODEL: dict[str, Model] = {
     "multi-token prediction, tied": Model(mtp=1, tied=True),
     "further losses, checkpointed": Model(predicts=Prediction(depth=2, checkpointed=True, unused="last")),
     "experts": Model(family="qwen3_moe"),
+    "experts, divisible": Model(family="qwen3_moe, 8 experts"),
     "experts, tied": Model(family="qwen3_moe", tied=True),
     "experts with biases": Model(family="gpt_oss"),
     "LoRA on experts": Model(family="qwen3_moe", lora_on_experts=True),
@@ -410,6 +411,7 @@ WORDS: dict[tuple[str, Any], str] = {
     **{("fsdp_size", size): f"fsdp {size}" for size in (2, 4)},
     ("tp_size", 2): "TP 2",
     ("ep_size", 2): "ep 2",
+    **{("ep", size): f"experts on {size} ranks" for size in (2, 4)},
     ("ep_implementation", "liger_dist"): "tokens once per rank",
     ("plan", "sequence"): "sequence-parallel input",
 }
@@ -512,6 +514,20 @@ EXPERT_PARALLEL = [
     Cell(engine="transformers", layout={"fsdp_size": 4, "ep_size": 2, "ep_implementation": "liger_dist"}, world=4),
 ]
 """Experts on several ranks, as transformers or this library dispatches tokens to them."""
+
+EXPERTS_ON_RANKS = [
+    _fsdp2(ep=2),
+    replace(_fsdp2(ep=2), world=4),
+    replace(_fsdp2(ep=4), world=4),
+    _fsdp2(ep=2, reshard=False),
+    _fsdp2(ep=2, offload=True),
+    _fsdp2(ep=2, axes=HSDP),
+    _fsdp2(ep=2, rows=True),
+    _fsdp2(ep=2, rows=True, axes=HSDP),
+    _fsdp2(ep=2, axes=GRID),
+    _fsdp2(ep=2, units=2),
+]
+"""The same by FSDP2's ``expert_parallel``, with its other options."""
 
 FROZEN = [
     _fsdp1(by_others=False, frozen="replicate"),
@@ -619,6 +635,17 @@ def _cells() -> list[Cell]:
         cells += [cell, replace(cell, model="experts with biases")]
         cells += [replace(cell, use=use) for use in ("checkpointing", "two forwards", "replayed routing")]
         cells += [replace(cell, data="packed"), replace(cell, data="empty rank")]
+    for cell in EXPERTS_ON_RANKS:
+        # Six experts, which four ranks do not divide.
+        models = ("experts, divisible",) if cell.layout["ep"] == 4 else EXPERTS
+        cells += [replace(cell, model=model) for model in models]
+        for usual in (replace(cell, model=model) for model in models[:: max(1, len(models) - 2)]):
+            cells += [replace(usual, data=data) for data in ("empty rank", "packed", "num_items_in_batch")]
+            cells += [replace(usual, data="global mean"), replace(usual, accumulation=2)]
+            uses = ("checkpointing", "two forwards", "evaluation", "generation", "many chunks", "policy outputs")
+            cells += [replace(usual, use=use) for use in (*uses, "replayed routing", "replayed routing, checkpointing")]
+    frozen = replace(_fsdp2(ep=2, frozen="replicate"), model="LoRA on experts")
+    cells += [frozen, replace(frozen, use="checkpointing"), replace(frozen, world=4), replace(frozen, accumulation=2)]
     families = ("qwen2", "gemma2", "tied qwen2", "tied gemma2")
     cells += [replace(c, model=m) for c in (ONE, DDP, _fsdp2(), _fsdp2(rows=True), Cell(engine="tp")) for m in families]
     return list({str(cell): replace(cell, refused=_refusal(cell)) for cell in cells}.values())

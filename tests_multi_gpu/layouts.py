@@ -194,6 +194,7 @@ class FSDP2(Session):
                 lm_head="vocab_parallel" if layout.get("rows") and self.cell.fused else "gather",
                 frozen=layout.get("frozen", "shard"),
                 layers_per_unit=layout.get("units", "auto"),
+                expert_parallel=layout.get("ep", 1),
                 **_precision(layout),
             )
             self.root = self.wrap(strategy)

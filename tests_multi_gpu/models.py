@@ -70,6 +70,7 @@ MIXING: dict[str, dict[str, Any]] = {
 
 MIXTURES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"head_dim": 8, "num_experts": 6, "moe_intermediate_size": 8, "norm_topk_prob": True},
+    "qwen3_moe, 8 experts": {"head_dim": 8, "num_experts": 8, "moe_intermediate_size": 8, "norm_topk_prob": True},
     "gpt_oss": {"head_dim": 8, "num_local_experts": 6, "sliding_window": 4, "attn_implementation": "eager"},
 }
 """families with experts, and what their tiny configs have beside the usual sizes"""
@@ -143,7 +144,7 @@ def _make_mixture(family: str, tied: bool, heads: int) -> Any:
     """The experts are the model's own, one after the other: the truth."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    return CONFIG_MAPPING[family](
+    return CONFIG_MAPPING[family.partition(",")[0]](
         vocab_size=VOCAB_SIZE,
         hidden_size=HIDDEN_SIZE,
         intermediate_size=24,

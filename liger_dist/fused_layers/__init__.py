@@ -17,7 +17,7 @@ from liger_dist.trials.isolated import LeftAloneError, torch_defaults
 from liger_dist.trials.model_run import CannotRunError, Groups, find_shared_inputs
 from liger_dist_kernels import Backend
 
-from .experts import EXPERTS, LOW_RANK_EXPERTS
+from .experts import EXPERTS, LOW_RANK_EXPERTS, needs_its_ranks
 from .experts import refuse_merged_weights as refuse_merged_weights
 from .gated_mlp import GATED_MLP, GatedMatch, with_tiles, without_tiles
 from .gated_norm import GATED_NORM
@@ -137,8 +137,8 @@ class _Probed:
 
 
 def restore_layers(model: nn.Module, *, owner: str) -> None:
-    """Undoes :func:`swap_layers`, also in copies of modules."""
+    """Undoes :func:`swap_layers`, also in copies of modules, but for experts that are on several ranks."""
     for module in model.modules():
-        if isinstance(module, Swapped):
+        if isinstance(module, Swapped) and not needs_its_ranks(module):
             without_tiles(module)
             restore_forward(module, owner=owner)

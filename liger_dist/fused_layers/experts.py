@@ -14,7 +14,7 @@ Legend: E experts, D hidden, H features of the first projection, r LoRA rank.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from liger_dist.errors import LigerDistError
@@ -37,12 +38,14 @@ from liger_dist.model.quantized import (
     remove_lora_of_peft,
 )
 from liger_dist.model.torch_modes import is_transformed
+from liger_dist.sharding.fsdp2.expert_parallel import ranks_of_experts
 from liger_dist.trials.attributes import Attributes, numbers_of
 from liger_dist.trials.isolated import LeftAloneError, probing
 from liger_dist.trials.kinds import PROBE_SCALES, agrees, exchanged, run_class_forward
 from liger_dist_kernels import ACTIVATIONS, Backend, GateOptions, route
 from liger_dist_kernels.expert_activation import gate_in_torch, split_projection
 
+from .expert_dispatch import sent_to_experts
 from .grouped_experts import ExpertOptions, ExpertTensors, experts, experts_of_four_bits, supports
 from .lora import small_layers
 from .swap import Kind, Match, PartState, Swapped, has_hooks, is_local, match_of
@@ -257,11 +260,20 @@ def experts_forward(
     match: ExpertsMatch | None = match_of(module)
     if match is None:
         return _not_swapped(module)(module, hidden_states, top_k_index, top_k_weights)  # type: ignore[no-any-return]
+    ranks = ranks_of_experts(module)
+    if ranks is not None and num_rows is None:
+        compute_here = partial(_experts_of_this_rank, module, low_rank)
+        router = (top_k_index, top_k_weights)
+        return sent_to_experts(
+            compute_here, hidden_states, *router, num_experts=ranks.num_experts, group=ranks.group
+        )
     if not _is_ready(module, match, hidden_states):
-        if low_rank:
+        if low_rank or ranks is not None:
+            what = "LoRA on it is computed with it" if ranks is None else "its experts are on several ranks"
             raise LigerDistError(
-                f"the implementation, the activation or the settings of a {type(module).__name__} have changed since "
-                "liger_dist.wrap, and LoRA on it is computed with it; call liger_dist.unwrap(model) and wrap it again."
+                f"the implementation, the activation, a dtype or the settings of a {type(module).__name__} have changed "
+                f"since liger_dist.wrap, and {what}; change them before wrap"
+                + (", or call liger_dist.unwrap(model) and wrap it again." if ranks is None else ".")
             )
         original = partial(_original_experts(module, match.config.original._experts_implementation), module)
         if num_rows is not None:
@@ -269,11 +281,23 @@ def experts_forward(
                 original, hidden_states, top_k_index, top_k_weights, num_experts=module.num_experts, num_pairs=num_rows
             )
         return original(hidden_states, top_k_index, top_k_weights)  # type: ignore[no-any-return]
-    tensors, options = _with_low_rank(*_tensors(module, match), match, low_rank, hidden_states.dtype)
+    here = slice(None) if ranks is None else ranks.here
+    tensors, options = _with_low_rank(*_tensors(module, match), match, low_rank, hidden_states.dtype, here)
     if num_rows is not None:
         options = replace(options, num_rows=num_rows)
     compute = experts if options.up_state is None and options.down_state is None else experts_of_four_bits
     return compute(hidden_states, top_k_index, top_k_weights, tensors, options=options)
+
+
+def _experts_of_this_rank(
+    module: Any,
+    low_rank: Sequence[LowRankMatrices],
+    hidden_MD: Tensor,
+    index_MK: Tensor,
+    weight_MK: Tensor,
+    num_pairs: int,
+) -> Tensor:
+    return experts_forward(module, hidden_MD, index_MK, weight_MK, low_rank, num_pairs)
 
 
 def pair_by_pair(
@@ -321,11 +345,16 @@ def _with_low_rank(
     match: ExpertsMatch,
     low_rank: Sequence[LowRankMatrices],
     dtype: torch.dtype,
+    here: slice = slice(None),
 ) -> tuple[ExpertTensors, ExpertOptions]:
     """Adds LoRA to what :func:`.experts` gets, in the dtype of the weights; beside 4 bits in ``dtype``, that of the
-    hidden states, which their products are computed in."""
+    hidden states, which their products are computed in.
+
+    Args:
+        here: experts of this rank.
+    """
     for one in low_rank:
-        a, b = one.matrices(tensors.up.dtype if options.up_state is None else dtype)
+        a, b = one.matrices(tensors.up.dtype if options.up_state is None else dtype, here)
         if one.parameter == match.names[0]:
             tensors = tensors._replace(up_a_ErD=a, up_b_ErH=b)
             options = replace(options, up_scale=one.scaling)
@@ -351,6 +380,8 @@ def _tensors(module: nn.Module, match: ExpertsMatch) -> tuple[ExpertTensors, Exp
         for name, stack in zip(match.names, stacks, strict=True)
         if name is not None
     }
+    if ranks_of_experts(module) is not None:
+        named = {name: one.to_local() if isinstance(one, DTensor) else one for name, one in named.items()}
     up, down = (None if stack is None else stack.state for stack in stacks[:2])
     is_plain = up is None and down is None
     options = match.options if is_plain else replace(match.options, up_state=up, down_state=down)
@@ -415,12 +446,11 @@ class LowRankMatrices(NamedTuple):
     num_experts: int
     scaling: float
 
-    def matrices(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Returns A ``[E, r, in]`` and B ``[E, r, out]``."""
+    def matrices(self, dtype: torch.dtype, here: slice) -> tuple[Tensor, Tensor]:
+        """Returns A ``[E, r, in]`` and B ``[E, r, out]`` of the experts ``here``."""
         E = self.num_experts
-        a, b = self.a.to(dtype), self.b.to(dtype)
-        a_ErI = a.reshape(E, -1, a.shape[1])
-        b_ErO = b.reshape(b.shape[0], -1, E).permute(2, 1, 0)
+        a_ErI = self.a.reshape(E, -1, self.a.shape[1])[here].to(dtype)
+        b_ErO = self.b.reshape(self.b.shape[0], -1, E).permute(2, 1, 0)[here].to(dtype)
         missing = -a_ErI.shape[1] % _ALIGNED_RANK
         if missing:
             a_ErI, b_ErO = (F.pad(one, (0, 0, 0, missing)) for one in (a_ErI, b_ErO))
@@ -510,7 +540,8 @@ def _compute_low_rank(
     is_local_here = is_local(a.weight) and is_local(b.weight)
     if is_patched or has_hooks(a) or has_hooks(b) or not is_local_here:
         return _left_to_peft(module, inside)
-    if not _is_ready(inside, of_experts, hidden_states):
+    # FSDP2 unshards experts of several ranks later, in their forward, which checks them.
+    if ranks_of_experts(inside) is None and not _is_ready(inside, of_experts, hidden_states):
         return _left_to_peft(module, inside)
     matrices = LowRankMatrices(module.parameter_name, a.weight, b.weight, module.num_experts, module.scaling[name])
     return module._modules["base_layer"](hidden_states, *args, low_rank=(*low_rank, matrices), **kwargs)
@@ -609,6 +640,34 @@ def _refuse_merge(*args: Any, **kwargs: Any) -> None:
         "LoRA would be lost. Keep it as an adapter (model.save_pretrained), which PEFT loads on a base that is "
         "quantised in the same way, or write the merged model of a run with liger-dist export."
     )
+
+
+def refuse_unswapped_experts(model: nn.Module, experts: Iterable[nn.Module], left: Mapping[str, str]) -> None:
+    """Refuses experts that could not be on several ranks, because their own code runs, or PEFT's.
+
+    Args:
+        left: see :class:`.LayerReport`.
+
+    Raises:
+        LigerDistError: with the name of the first module.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    around = [module for module in names if "base_layer" in module._modules and hasattr(module, "parameter_name")]
+    for module in experts:
+        modules = [(module, EXPERTS), *((one, LOW_RANK_EXPERTS) for one in around if experts_inside(one) is module)]
+        for one, kind in modules:
+            if match_of(one) is None:
+                what = "LoRA on it is added by PEFT" if kind is LOW_RANK_EXPERTS else "it is computed by its own code"
+                reason = left.get(f"{type(one).__name__} ({kind.name})", "no kernel computes it")
+                raise LigerDistError(
+                    f"expert_parallel is above 1 but {names[module]} is a {type(module).__name__}, and {what} "
+                    f"({reason}), which needs all experts; leave expert_parallel out."
+                )
+
+
+def needs_its_ranks(module: nn.Module) -> bool:
+    """True for experts that are on several ranks, and for LoRA on them, which no other code computes."""
+    return ranks_of_experts(experts_inside(module)) is not None
 
 
 def refuse_merged_weights(model: nn.Module, strategy: str) -> None:

@@ -123,13 +123,21 @@ def split_axes(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh | None]:
 
 def fold_sequence_axis(mesh: DeviceMesh) -> DeviceMesh:
     """Returns the mesh over which parameters are sharded: an axis "sp" becomes a part of the shard axis before it."""
-    names = mesh.mesh_dim_names or ()
-    if SEQUENCE not in names:
+    if SEQUENCE not in (mesh.mesh_dim_names or ()):
         return mesh
-    if len(names) == 1:
-        return DeviceMesh(mesh.device_type, mesh.mesh, mesh_dim_names=("shard",))
-    folded = mesh.mesh.flatten(-2)
-    return DeviceMesh(mesh.device_type, folded, mesh_dim_names=("replicate", "shard")[-folded.ndim :])
+    ranks, names = ranks_of_parameters(mesh)
+    return DeviceMesh(mesh.device_type, ranks, mesh_dim_names=names)
+
+
+def ranks_of_parameters(mesh: DeviceMesh) -> tuple[Tensor, tuple[str, ...]]:
+    """Returns the ranks of a mesh and the names of its axes: "shard", "replicate" before it and "tp" after it, where
+    the mesh has them; an axis "sp" is a part of "shard"."""
+    names, ranks = mesh.mesh_dim_names or (), mesh.mesh
+    if SEQUENCE in names and ranks.ndim > 1:
+        ranks = ranks.flatten(-2)
+    last = tuple(name for name in names if name == TENSOR_PARALLEL)
+    first = ("replicate", "shard")[len(last) - ranks.ndim :]
+    return ranks, (*first, *last)
 
 
 def num_shards(mesh: Mesh | None, world_size: int) -> int:

@@ -51,6 +51,16 @@ from liger_dist.sharding.tensor_parallel import (
 )
 from liger_dist.sharding.vocab_parallel import check_row_shards, row_shards_of, shard_rows
 
+from .expert_parallel import (
+    ExpertMesh,
+    average_over_all_ranks,
+    check_divides,
+    check_expert_parallel,
+    check_experts,
+    experts_of,
+    keep_own_experts,
+    num_experts,
+)
 from .forward import ROOT, param_groups, unreduced_gradients, unshard_in_backward
 from .loading import LoadedShards
 from .packed_bytes import pack_four_bits
@@ -100,6 +110,12 @@ class FSDP2(FullySharded):
     ``param_dtype``, which is one from 100M parameters a layer on in bf16; at least four units. The parameters' names
     and checkpoints do not depend on it."""
 
+    expert_parallel: int = 1
+    """Ranks that share the experts of each layer of a mixture; a divisor of the ranks that shard a parameter. Each has
+    some of the experts, and tokens are sent to them and back by all-to-alls, in place of all-gathers of the experts;
+    all ranks then have to call the model at the same time. The other ranks that shard a parameter share the same
+    experts as under FSDP2. docs/experts.md says when it pays."""
+
     float8: Recipe | None = None
     """Compute the decoder's linear layers in float8 by torchao: "tensorwise" (the fastest; float8 all-gathers) or
     "rowwise" (a scale for each row). Parameters keep their dtype, and lm_head is unchanged. The layers are compiled,
@@ -109,6 +125,7 @@ class FSDP2(FullySharded):
         super().__post_init__()
         check_choice("lm_head", self.lm_head, get_args(LMHead))
         check_layers_per_unit(self.layers_per_unit)
+        check_expert_parallel(self.expert_parallel)
         if self.float8 is not None:
             check_choice("float8", self.float8, get_args(Recipe))
 
@@ -124,7 +141,8 @@ class FSDP2(FullySharded):
             sizes: bytes of each layer's full parameters; None to count them.
         """
         layers = list(dict.fromkeys(structure.layers))
-        sizes = [bytes_of(layer, self.param_dtype) for layer in layers] if sizes is None else sizes
+        apart = self.experts_apart(structure)
+        sizes = [bytes_of(layer, self.param_dtype, apart) for layer in layers] if sizes is None else sizes
         reason = reason_against_units(structure.layers, structure.decoder.config)
         wanted = 1 if self.layers_per_unit == "auto" and reason is not None else self.layers_per_unit
         units: Units = []
@@ -136,8 +154,18 @@ class FSDP2(FullySharded):
         return units
 
     def rows(self, outer: nn.Module, structure: Structure) -> dict[str, str]:
-        units = describe(self.units(structure), self.param_dtype)
-        return super().rows(outer, structure) | ({} if units is None else {"units": units})
+        apart = self.experts_apart(structure)
+        units = describe(self.units(structure), self.param_dtype, apart)
+        found = super().rows(outer, structure) | ({} if units is None else {"units": units})
+        if apart:
+            numbers = sorted({num_experts(module) for module in apart})
+            here = " or ".join(f"{number // self.expert_parallel} of {number}" for number in numbers)
+            found["experts"] = f"{here} of a layer on each rank; tokens are sent to {self.expert_parallel} ranks"
+        return found
+
+    def experts_apart(self, structure: Structure) -> frozenset[nn.Module]:
+        """Returns the modules of experts that are in groups apart from those of their layers."""
+        return frozenset(experts_of(structure) if self.expert_parallel > 1 else ())
 
     @property
     def shards_sequences(self) -> bool:
@@ -146,6 +174,12 @@ class FSDP2(FullySharded):
 
     def check(self, config: WrapConfig, *, world_size: int | None) -> None:
         super().check(config, world_size=world_size)
+        check_divides(self.expert_parallel, self.mesh, world_size or 1)
+        if self.expert_parallel > 1 and not config.layer_kernels:
+            raise LigerDistError(
+                f"expert_parallel is {self.expert_parallel} but layer_kernels is False, and only the layers of this "
+                "library send tokens to experts on other ranks; leave one of them out."
+            )
         if self.shards_sequences and not (config.fused_loss and config.varlen_attention):
             raise LigerDistError(
                 f"the mesh has an axis {SEQUENCE!r} but fused_loss is {config.fused_loss} and varlen_attention is "
@@ -188,6 +222,8 @@ class FSDP2(FullySharded):
                     "shards contiguous parameters only; make it contiguous (parameter.data = "
                     "parameter.data.contiguous())."
                 )
+        if self.expert_parallel > 1:
+            check_experts(model, structure, self.expert_parallel)
         reason = reason_against_units(structure.layers, structure.decoder.config)
         if reason is not None and self.layers_per_unit not in ("auto", 1):
             raise LigerDistError(f"layers_per_unit is {self.layers_per_unit} but {reason}; leave it out.")
@@ -220,6 +256,7 @@ class FSDP2(FullySharded):
             attach(structure.layers, SequenceAxis.of(mesh))
             undo.callback(detach, structure.layers)
         mesh = fold_sequence_axis(mesh)
+        expert_mesh = ExpertMesh.of(made, self.expert_parallel) if self.expert_parallel > 1 else None
         loaded = LoadedShards(outer)
         if self.frozen == "replicate" or self.float8 is not None:
             loaded.gather(outer, packs=self.frozen == "shard")
@@ -245,6 +282,10 @@ class FSDP2(FullySharded):
             shards, experts = mesh.size(mesh.ndim - 1), numbers_of_experts(structure.decoder.config)
             convert(structure.layers, self.float8, shards=shards, numbers_of_experts=experts, undo=undo)
         self.compile(structure, undo)
+        if expert_mesh is not None:
+            for module in self.experts_apart(structure):
+                loaded.gather(module)
+                keep_own_experts(module, expert_mesh, undo)
         root = outer if needs_own_root(outer, model) else model
         if root is not model:
             vars(model)[ROOT] = ref(root)
@@ -252,7 +293,10 @@ class FSDP2(FullySharded):
         full = self.full_parameters(root) - row_shards
         kept = [name for name, parameter in root.named_parameters() if parameter in full]
         pack_four_bits(root, full, device, undo)
-        self._fully_shard(root, model, structure, units, mesh, row_shards, full, loaded)
+        options = self._options(mesh, {*row_shards, *full})
+        if expert_mesh is not None:
+            self._shard_experts(structure, full, options | {"mesh": expert_mesh.data})
+        self._fully_shard(root, model, structure, units, row_shards, loaded, options)
         if self.float8 == "tensorwise":
             precompute_scales(structure.decoder, undo)
         if initialize is not None:
@@ -262,26 +306,38 @@ class FSDP2(FullySharded):
         encoders.install(model, structure, mesh=mesh, root=root, undo=undo)
         return outer
 
+    def _options(self, mesh: DeviceMesh, ignored: set[nn.Parameter]) -> dict[str, Any]:
+        """Returns arguments of ``fully_shard``. Masters keep their dtype. ``output_dtype`` stays None, because FSDP2
+        would round the loss to it."""
+        return {
+            "mesh": mesh,
+            "mp_policy": MixedPrecisionPolicy(param_dtype=self.param_dtype, reduce_dtype=self.reduce_dtype),
+            "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+            if self.cpu_offload
+            else OffloadPolicy(),
+            "ignored_params": ignored or None,
+        }
+
+    def _shard_experts(self, structure: Structure, full: frozenset[nn.Parameter], options: dict[str, Any]) -> None:
+        """Shards each module of experts over the ranks that have the same ones."""
+        # The router's weights stay as they are.
+        options = options | {"mp_policy": replace(options["mp_policy"], cast_forward_inputs=False)}
+        for module in self.experts_apart(structure):
+            if any(parameter not in full for parameter in module.parameters(recurse=False)):
+                fully_shard(module, reshard_after_forward=self.reshard_after_forward, **options)
+                average_over_all_ranks(module, self.expert_parallel)
+
     def _fully_shard(
         self,
         root: nn.Module,
         model: nn.Module,
         structure: Structure,
         units: Units,
-        mesh: DeviceMesh,
         row_shards: frozenset[nn.Parameter],
-        full: frozenset[nn.Parameter],
         loaded: LoadedShards,
+        options: dict[str, Any],
     ) -> None:
-        """Applies ``fully_shard`` to layers, tail and root. Masters keep their dtype. ``output_dtype`` stays None,
-        because FSDP2 would round the loss to it."""
-        offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if self.cpu_offload else OffloadPolicy()
-        options: dict[str, Any] = {
-            "mesh": mesh,
-            "mp_policy": MixedPrecisionPolicy(param_dtype=self.param_dtype, reduce_dtype=self.reduce_dtype),
-            "offload_policy": offload,
-            "ignored_params": {*row_shards, *full} or None,
-        }
+        """Applies ``fully_shard`` to layers, tail and root, with the options of :meth:`_options`."""
         trained = {name: parameter.requires_grad for name, parameter in root.named_parameters()}
         layers = (*chain(*structure.other_stacks), *structure.prediction_layers)
         alone = [(layer,) for layer in dict.fromkeys(layers) if self.has_own_group(layer)]

@@ -7,7 +7,7 @@ compute dtype. A step keeps about two units unsharded, which is why the bound is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Literal
 
 import torch
@@ -79,22 +79,30 @@ def _is_checkpointed_with_hooks(layer: nn.Module) -> bool:
     return type(layer).__call__ is not nn.Module.__call__
 
 
-def bytes_of(layer: nn.Module, param_dtype: torch.dtype | None) -> int:
-    """Counts the bytes of a layer's full parameters, floating-point ones in ``param_dtype`` unless that is None."""
+def bytes_of(layer: nn.Module, param_dtype: torch.dtype | None, apart: Collection[nn.Module] = ()) -> int:
+    """Counts the bytes of a layer's full parameters, floating-point ones in ``param_dtype`` unless that is None.
+
+    Args:
+        apart: modules whose parameters are in groups apart from that of the layer.
+    """
+    left_out = {parameter for module in apart for parameter in module.parameters(recurse=False)}
     return sum(
         torch.Size(full_shape(parameter)).numel()
         * (param_dtype.itemsize if param_dtype is not None and parameter.is_floating_point() else parameter.itemsize)
         for parameter in layer.parameters()
+        if parameter not in left_out
     )
 
 
-def describe(units: Units, param_dtype: torch.dtype | None) -> str | None:
+def describe(
+    units: Units, param_dtype: torch.dtype | None, apart: Collection[nn.Module] = ()
+) -> str | None:
     """Says how many layers are in a unit, for ``explain``; None where each is one by itself."""
     if all(len(unit) == 1 for unit in units):
         return None
     numbers = sorted({len(unit) for unit in units})
     layers = f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
-    largest = max(sum(bytes_of(layer, param_dtype) for layer in unit) for unit in units)
+    largest = max(sum(bytes_of(layer, param_dtype, apart) for layer in unit) for unit in units)
     size = f"{largest / 2**20:.0f} MiB unsharded at most"
     return f"{len(units)} units of {layers} layers, {size} (docs/strategy_options.md)"
 

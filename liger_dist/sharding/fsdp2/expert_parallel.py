@@ -1,0 +1,163 @@
+"""Experts on several ranks under FSDP2: each rank of a group has some of a layer's experts, and tokens are sent to them
+(:mod:`liger_dist.fused_layers.expert_dispatch`), where FSDP2 alone sends the experts to the tokens.
+
+The ranks that shard a parameter are divided into groups of ``expert_parallel`` ranks that follow each other. A stack of
+experts is sharded by expert inside a group, and over the groups by FSDP2, as DTensors of a mesh of both, so that
+checkpoints have the full stack and load under any other layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from liger_dist.errors import LigerDistError
+from liger_dist.model.four_bit_experts import is_experts
+from liger_dist.model.quantized import four_bit_stacks
+from liger_dist.model.structure import Structure, full_shape
+from liger_dist.sharding.mesh import Mesh, num_shards, ranks_of_parameters
+
+from .forward import groups_of
+
+_RANKS = "_liger_dist_ranks_of_experts"
+"""on a module of experts: :class:`RanksOfExperts`"""
+
+
+class RanksOfExperts(NamedTuple):
+    """Which experts of a module this rank has, and the ranks that have the others."""
+
+    group: dist.ProcessGroup
+    num_experts: int
+    """of each rank; those of rank r of the group begin at ``r * num_experts``"""
+
+    @property
+    def here(self) -> slice:
+        """Experts of this rank."""
+        first = self.group.rank() * self.num_experts
+        return slice(first, first + self.num_experts)
+
+
+def ranks_of_experts(module: nn.Module) -> RanksOfExperts | None:
+    """Returns where the experts of a module are; None if this rank has all of them."""
+    return vars(module).get(_RANKS)
+
+
+def experts_of(structure: Structure) -> Iterator[nn.Module]:
+    """Yields the modules of experts of the decoder's layers, which all ranks call in each forward, once each."""
+    layers = (*structure.layers, *structure.prediction_layers)
+    yield from dict.fromkeys(module for layer in layers for module in layer.modules() if is_experts(module))
+
+
+def stacks_of(module: nn.Module) -> list[str]:
+    """Returns the names of a module's parameters, whose first dimension is that of the experts."""
+    return [name for name, parameter in module._parameters.items() if parameter is not None]
+
+
+def num_experts(module: nn.Module) -> int:
+    return full_shape(module._parameters[stacks_of(module)[0]])[0]
+
+
+def check_expert_parallel(size: object) -> None:
+    """
+    Raises:
+        LigerDistError: it is not a number of ranks.
+    """
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise LigerDistError(f"expert_parallel is {size!r}; expected a number of ranks from 1 on.")
+
+
+def check_divides(size: int, mesh: Mesh | None, world_size: int) -> None:
+    """
+    Raises:
+        LigerDistError: the groups do not divide the ranks that shard a parameter.
+    """
+    shards = num_shards(mesh, world_size)
+    if shards % size:
+        raise LigerDistError(
+            f"expert_parallel is {size} but {shards} ranks shard each parameter, which groups of {size} do not divide; "
+            "choose one of its divisors, or start other ranks."
+        )
+
+
+def check_experts(model: nn.Module, structure: Structure, size: int) -> None:
+    """
+    Raises:
+        LigerDistError: the model has no experts that can be on several ranks, or not as many as the ranks divide.
+    """
+    found = list(experts_of(structure))
+    if not found:
+        raise LigerDistError(
+            f"expert_parallel is {size} but no decoder layer of this {type(model).__name__} has its experts in one "
+            "parameter, as transformers' mixtures do; leave it out."
+        )
+    for module in found:
+        if next(four_bit_stacks(module), None) is not None:
+            raise LigerDistError(
+                f"expert_parallel is {size} but the experts of a {type(module).__name__} are of 4 bits, whose blocks "
+                "belong to no expert; leave it out (FSDP2 shards their bytes)."
+            )
+        count = num_experts(module)
+        if count % size:
+            raise LigerDistError(
+                f"expert_parallel is {size} but a {type(module).__name__} has {count} experts; choose a divisor of "
+                f"{count}."
+            )
+
+
+class ExpertMesh(NamedTuple):
+    """Meshes of stacks of experts."""
+
+    data: DeviceMesh
+    """``(replicate, shard)`` or ``(shard,)``, over the groups; FSDP2 shards and reduces over it"""
+    experts: DeviceMesh
+    """the ranks of a group"""
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh, size: int) -> ExpertMesh:
+        """Divides the axis that shards parameters into groups of ``size`` ranks. Collectives: new process groups.
+
+        Args:
+            mesh: of all ranks, with the axes of :class:`.FSDP2`.
+        """
+        ranks, names = ranks_of_parameters(mesh)
+        axis = names.index("shard")
+        names = (*names[: axis + 1], "experts", *names[axis + 1 :])
+        whole = DeviceMesh(mesh.device_type, ranks.unflatten(axis, (-1, size)), mesh_dim_names=names)
+        return cls(whole[names[: axis + 1]], whole["experts"])
+
+
+@torch.no_grad()
+def keep_own_experts(module: nn.Module, mesh: ExpertMesh, undo: ExitStack) -> None:
+    """Replaces the full stacks of a module by this rank's experts, and says so on the module."""
+    ranks = RanksOfExperts(mesh.experts.get_group(), num_experts(module) // mesh.experts.size())
+    for name in stacks_of(module):
+        full: Any = module._parameters[name]
+        # A copy, so that the full stack is freed.
+        own = full.data[ranks.here].clone()
+        stack = DTensor.from_local(
+            own, mesh.experts, [Shard(0)], run_check=False, shape=full.shape, stride=full.stride()
+        )
+        undo.callback(module._parameters.__setitem__, name, full)
+        module._parameters[name] = nn.Parameter(stack, requires_grad=full.requires_grad)
+    vars(module)[_RANKS] = ranks
+    undo.callback(vars(module).pop, _RANKS, None)
+
+
+def average_over_all_ranks(module: Any, size: int) -> None:
+    """Averages gradients over all ranks: a rank's experts have the tokens of the ranks of its group, and FSDP2 divides
+    by the number of groups."""
+    state = module._get_fsdp_state()
+
+    def divide(gradient: Tensor) -> None:
+        # What set_gradient_divide_factor has been given takes the place of the average.
+        if all(group.gradient_divide_factor is None for group in groups_of(state)):
+            gradient.div_(size)
+
+    module.set_all_reduce_hook(divide)
