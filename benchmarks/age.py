@@ -66,7 +66,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     ),
     "experts": (
         f"{LAYERS}/experts.py",
-        f"{LAYERS}/expert_exchange.py",
+        f"{LAYERS}/expert_dispatch.py",
         f"{LAYERS}/grouped_experts.py",
         f"{KERNELS}/expert_activation.py",
         f"{KERNELS}/expert_gate.py",
@@ -156,7 +156,7 @@ MORE: dict[str, tuple[str, ...]] = {
     "log_probs": ("benchmarks/peers.py",),
     "long_context": ("benchmarks/long_context_peers.py", "benchmarks/launched.py", "launch/llama_8b_long.yaml"),
     "memory_bound": ("benchmarks/layers.py",),
-    "mixture_step": (f"{PROGRAM}/expert_parallel.py", "launch/models/qwen3_30b_a3b.json"),
+    "mixture_step": ("liger_dist/sharding/fsdp2/expert_parallel.py", "launch/models/qwen3_30b_a3b.json"),
     "norm_widths": ("benchmarks/memory_bound.py", "benchmarks/layers.py"),
     "openrlhf_actor": ("liger_dist/integrations/openrlhf_actor.py",),
     "verl_actor": ("liger_dist/integrations/verl.py",),

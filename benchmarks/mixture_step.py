@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,9 +31,11 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 from tqdm import tqdm
 
+from liger_dist import FSDP2, WrapConfig, wrap
 from liger_dist_train.config import TrainConfig
 from liger_dist_train.distributed import start
 from liger_dist_train.engine import TorchEngine
@@ -96,31 +98,32 @@ def make_engine(way: str, layers: int, folder: Path) -> TorchEngine:
         **options,
     )
     dims = parallel_dims_of(config, dist.get_world_size())
-    with ExitStack() as stack:
-        stack.enter_context(patch("liger_dist_train.model.random_model", random_model))
-        if "transformers" in way:
-            from transformers.distributed.expert_parallel import AutoEP, EPImplementationInterface
-
-            EPImplementationInterface.register("liger_dist", AutoEP)
-            stack.enter_context(patch("liger_dist_train.expert_parallel.register_expert_parallelism"))
+    with patch("liger_dist_train.model.wrap", wrap_sharded) if "transformers" in way else nullcontext():
         return TorchEngine(config, dims, shell(config, read_config(path)))
 
 
-def random_model(config: TrainConfig, model_config: Any) -> Any:
-    """Makes a full model in the CPU's memory, with values from the GPU: a minute less than the CPU's for 8 billion."""
-    from transformers import AutoModelForCausalLM
+def wrap_sharded(model: Any, strategy: FSDP2, *, config: WrapConfig) -> Any:
+    """Wraps a model without storage that transformers has sharded, with its dispatch of tokens."""
+    from transformers.distributed import DistributedConfig, initialize_distributed_mesh
 
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
-    model.to_empty(device="cpu")
-    torch.manual_seed(config.seed)
+    distributed = DistributedConfig(
+        fsdp_size=dist.get_world_size(), ep_size=strategy.expert_parallel, fsdp_mixed_precision=True
+    )
+    _, mesh = initialize_distributed_mesh(distributed)
+    sharded = type(model).maybe_distribute_model(model, distributed, mesh)
+    # What reads the config later would shard once more.
+    del sharded.config.distributed_config
+    sharded.to_empty(device="cuda")
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, tensor in (*sharded.named_parameters(), *sharded.named_buffers()):
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             if "norm" in name:
-                parameter.fill_(1.0)
+                local.fill_(1.0)
             else:
-                parameter.copy_(torch.randn(parameter.shape, device="cuda") * model_config.initializer_range)
-    return model
+                local.normal_(std=sharded.config.initializer_range)
+        # The frequencies of rotary embedding.
+        sharded._init_weights(sharded.model.rotary_emb)
+    return wrap(sharded, "auto", config=config)
 
 
 def balance(model: Any) -> None:

@@ -27,6 +27,7 @@ from .fused_layers.experts import (
     has_lora_on_four_bits,
     needs_grouped_lora,
     needs_its_ranks,
+    refuse_merges_of_ranks,
     refuse_unswapped_experts,
     remove_leftover_lora,
     warn_of_missing_lora,
@@ -118,6 +119,7 @@ def wrap(
         failure.push(functools.partial(refuse_half_sharded, model, storage_state(model)))
         initialize = values_of_rank_0(model, failure) if origin.is_rank_0 else origin.initialize
         wrapped = chosen.shard(outer, model, found.structure, initialize=initialize, undo=failure)
+        refuse_merges_of_ranks(model)
         if found.recipe is not None:
             record.loss.head.install_hook(model)
             if isinstance(wrapped, Wrapper):

@@ -209,28 +209,17 @@ class TrainConfig(TrainOptions):
             raise LigerDistError("--keep_best is true and --checkpoint_every 0, no checkpoint at all; leave one out.")
 
     def _check_experts(self) -> None:
-        """Refuses options that models which transformers has sharded do not have."""
-        options = {
-            "lora_rank": self.lora_rank,
-            "float8": self.float8,
-            "cpu_offload": self.cpu_offload,
-            "mtp": self.mtp,
-            "teacher": self.teacher,
-            "mlp_tile_tokens": self.mlp_tile_tokens,
-        }
-        given = [f"--{name} {value}" for name, value in options.items() if value]
-        given += ["--lm_head vocab_parallel"] if self.lm_head != "gather" else []
-        given += [] if self.reshard_after_forward else ["--reshard_after_forward false"]
+        """Refuses options that do not fit a mixture."""
         if self.router_bias_rate and self.lora_rank:
             raise LigerDistError(
                 f"--router_bias_rate is {self.router_bias_rate} with --lora_rank {self.lora_rank}, whose checkpoints "
                 "have no biases of routers; leave one of them out."
             )
-        if (self.ep or 1) > 1 and given:
-            raise LigerDistError(
-                f"--ep is {self.ep} with {', '.join(given)}, which models with experts on several ranks do not have; "
-                "leave one of them out."
-            )
+        if (self.ep or 1) > 1 and (self.load_in_4bit or not self.layer_kernels):
+            given = "--load_in_4bit true, whose blocks belong to no expert"
+            if not self.load_in_4bit:
+                given = "--layer_kernels false, and only those layers send tokens to other ranks"
+            raise LigerDistError(f"--ep is {self.ep} with {given}; leave one of them out.")
 
     def _check_optimizer(self) -> None:
         if self.optimizer == "muon" and (self.lora_rank or self.strategy in ("fsdp1", "deepspeed")):

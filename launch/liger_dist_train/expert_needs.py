@@ -11,17 +11,13 @@ from typing import Any
 from torch import nn
 
 from .config import TrainConfig
-from .expert_parallel import has_own_exchange
 from .metrics import EXPERTS_OF_A_TOKEN
 
 
 def rows_of_a_token(ranks: int, experts: int) -> float:
     """Returns how many rows of a token are sent to the ranks of its experts: about one for each rank with some of them,
-    on average over balanced routers, as if experts were drawn independently; with transformers' own dispatch one for
-    each expert; none on one rank."""
-    if ranks == 1:
-        return 0.0
-    return ranks * (1 - (1 - 1 / ranks) ** experts) if has_own_exchange() else float(experts)
+    on average over balanced routers, as if experts were drawn independently; none on one rank."""
+    return 0.0 if ranks == 1 else ranks * (1 - (1 - 1 / ranks) ** experts)
 
 
 @dataclass(frozen=True)
@@ -61,13 +57,12 @@ class Mixture:
 
     def kept(self, a: TrainConfig, hidden_size: int) -> int:
         """Counts what is kept of each token beside gate and up: the input of the experts, and logits of the router, as
-        they are and as probabilities in fp32. With ``--ep`` a rank keeps one row of each token that it receives;
-        transformers' own dispatch keeps a copy for each expert, and its output for the gradient of the router.
+        they are and as probabilities in fp32. With ``--ep`` a rank keeps one row of each token that it receives.
         Without layer kernels, also sorted tokens, activations and outputs."""
         D, K, F = hidden_size, self.of_a_token, self.features
         numbers = D + 3 * self.experts
         rows = rows_of_a_token(a.ep or 1, K)
-        numbers += round(rows * D) if has_own_exchange() else round(2 * rows * D)
+        numbers += round(rows * D)
         if not a.layer_kernels:
             numbers += K * (3 * D + 2 * F)
         return numbers

@@ -62,7 +62,9 @@ class LayerWork:
     frozen_bytes: float = 0.0
     """of frozen weights in the compute dtype, or in 4 bits"""
     shared_experts: float = 0.0
-    """numbers of this rank's experts, where ``--ep`` shares them"""
+    """trained numbers of this rank's experts, where ``--ep`` shares them"""
+    frozen_experts: float = 0.0
+    """bytes of frozen ones"""
     routed_bytes: float = 0.0
     """of the rows that ``--ep`` sends once"""
     lora: int = 0
@@ -129,7 +131,8 @@ def _of_parameter(name: str, module: nn.Module, parameter: Tensor, facts: Facts,
     storage = LayerWork(
         trained=held if is_trained and ep == 1 else 0.0,
         shared_experts=held if is_trained and ep > 1 else 0.0,
-        frozen_bytes=0.0 if is_trained else held * (0.5 if is_packed else BF16),
+        frozen_experts=0.0 if is_trained or ep == 1 else held * BF16,
+        frozen_bytes=0.0 if is_trained or ep > 1 else held * (0.5 if is_packed else BF16),
         lora=int(isinstance(module, nn.Linear) and ".lora_A." in name),
         packed=int(is_packed),
     )

@@ -38,7 +38,6 @@ from liger_dist.sharding.base import Strategy
 from .bases import Base, look_at, reading_options, without_prediction
 from .config import TrainConfig
 from .distributed import device, on_rank_zero, rank, world_size
-from .expert_parallel import random_model, shard_experts
 from .optimizer import clean
 from .options import HEAD_SIZES, MIXTURES, PRESETS, TIED
 from .parallel_dims import ParallelDims
@@ -178,22 +177,17 @@ def build(config: TrainConfig, dims: ParallelDims, model: nn.Module, wrapping: W
         in_shards = config.load_in_4bit and dims.strategy == "fsdp2" and config.frozen == "shard" and not config.dora
         dtype = weights_dtype(config) if config.load_in_4bit else torch.float32
         model = read_model(config, dtype, in_shards=in_shards)
-    model_config = model.config
-    if dims.expert_parallel > 1:
-        model = shard_experts(model, config, dims)
     reason = reason_against_compiling(config, dims.strategy, model)
     if reason is None:
         compile_layers(model)
     if config.activation_checkpointing:
         _checkpoint_activations(model, offload=config.offload_checkpoints)
-    strategy: Any = "auto" if dims.expert_parallel > 1 else strategy_of(config, dims, dims.mesh(device().type))
+    strategy = strategy_of(config, dims, dims.mesh(device().type))
     with _zeros_in_lora_layers(model):
         wrapped = wrap(model, strategy, config=wrap_config(config, wrapping or WrapConfig()))
     check_loss(wrapped)
     if has_weights and not is_full_first:
         load_pretrained(wrapped, lambda: read_model(config, weights_dtype(config)))
-    elif dims.expert_parallel > 1:
-        load_pretrained(wrapped, lambda: random_model(config, model_config))
     if rank() == 0:
         explanation = explain(wrapped)
         print(f"lm_head: {explanation.adapter or 'its own'} ({explanation.fused})", flush=True)
@@ -252,10 +246,11 @@ def strategy_of(config: TrainConfig, dims: ParallelDims, mesh: Any) -> Strategy:
         "frozen": config.frozen,
         "lm_head": config.lm_head,
         "layers_per_unit": config.layers_per_unit or "auto",
+        "expert_parallel": dims.expert_parallel,
         "float8": config.float8,
     }
     usual = {"reshard_after_forward": True, "cpu_offload": False, "frozen": "shard", "lm_head": "gather"}
-    usual["layers_per_unit"] = "auto"
+    usual |= {"layers_per_unit": "auto", "expert_parallel": 1}
     for name, value in options.items():
         if name not in names and value != usual.get(name):
             raise LigerDistError(

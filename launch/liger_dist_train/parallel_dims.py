@@ -103,9 +103,8 @@ class ParallelDims:
             "tensor-parallel": self.tensor_parallel,
             "sequence-parallel": self.sequence_parallel,
         }
-        if self.expert_parallel > 1:
-            return f"fsdp2 on {self.world_size}, experts on {self.expert_parallel}"
-        return f"{self.strategy} on {' x '.join(f'{n} {name}' for name, n in sizes.items() if n > 1) or 1}"
+        experts = f", experts on {self.expert_parallel}" if self.expert_parallel > 1 else ""
+        return f"{self.strategy} on {' x '.join(f'{n} {name}' for name, n in sizes.items() if n > 1) or 1}{experts}"
 
 
 @cache
@@ -146,20 +145,17 @@ def parallel_dims_of(config: TrainConfig, world_size: int) -> ParallelDims:
             f"{shown} needs {replicate * shard * same_data} processes but {world_size} are running; choose sizes "
             f"whose product is {world_size}, or start other processes."
         )
-    expert_parallel = _expert_parallel(config, strategy, shard, same_data)
+    expert_parallel = _expert_parallel(config, strategy, shard * sequence_parallel)
     return ParallelDims(strategy, world_size, replicate, shard, tensor_parallel, sequence_parallel, expert_parallel)
 
 
-def _expert_parallel(config: TrainConfig, strategy: str, shard: int, same_data: int) -> int:
+def _expert_parallel(config: TrainConfig, strategy: str, shard: int) -> int:
     """Raises:
-    LigerDistError: ``--ep`` does not fit the other sizes.
+    LigerDistError: ``--ep`` does not fit the strategy, or the ranks ``shard`` that share the parameters.
     """
     size = config.ep or 1
-    if size > 1 and (strategy != "fsdp2" or same_data > 1):
-        raise LigerDistError(
-            f"--ep is {size} with --strategy {strategy}, --tp {config.tp} and --sp {config.sp}; expected fsdp2, and "
-            "neither of the others."
-        )
+    if size > 1 and strategy != "fsdp2":
+        raise LigerDistError(f"--ep is {size} with --strategy {strategy}; expected fsdp2.")
     if shard % size:
         raise LigerDistError(
             f"--ep is {size} but {shard} ranks share the parameters; choose one of their divisors, or start other "

@@ -219,7 +219,7 @@ def step_shape(config: TrainConfig, dims: ParallelDims, model: nn.Module, model_
     if config.frozen == "replicate":
         # All LoRA layers are gathered and reduced at once.
         counts = [len(layers)]
-    elif dims.strategy == "fsdp2" and dims.expert_parallel == 1:
+    elif dims.strategy == "fsdp2":
         units = FSDP2(layers_per_unit=config.layers_per_unit or "auto").units(structure, sizes)
         counts = [len(unit) for unit in units]
     embedding = model.get_input_embeddings().weight  # type: ignore[operator]
@@ -325,9 +325,11 @@ def _traffic(shape: StepShape, unit: LayerWork, clock: Clock) -> Traffic:
         gather = clock.ring(size, dims.world_size) if shape.stage == 3 else 0.0
         return Traffic(gather, clock.ring(BF16 * unit.trained, dims.world_size))
     shards, experts = dims.parameter_shards, dims.parameter_shards // dims.expert_parallel
-    frozen = 0.0 if shape.replicates_frozen else unit.frozen_bytes
-    weights = BF16 * unit.trained + frozen
-    gather = clock.ring(weights, shards) + clock.ring(BF16 * unit.shared_experts, experts, dims.expert_parallel)
+    frozen, of_experts = unit.frozen_bytes, unit.frozen_experts
+    if shape.replicates_frozen:
+        frozen = of_experts = 0.0
+    weights, of_experts = BF16 * unit.trained + frozen, BF16 * unit.shared_experts + of_experts
+    gather = clock.ring(weights, shards) + clock.ring(of_experts, experts, dims.expert_parallel)
     reduce = clock.ring(gradients, shards) + clock.ring(FP32 * unit.shared_experts, experts, dims.expert_parallel)
     if dims.replicate > 1:
         # HSDP all-reduces the shards over the replicas, beside the reduce-scatter of the next unit.
@@ -336,7 +338,7 @@ def _traffic(shape: StepShape, unit: LayerWork, clock: Clock) -> Traffic:
     if dims.strategy == "fsdp1":
         return Traffic(gather, reduce, gradient_copies=Work(moved=CASTS * unit.numbers))
     # FSDP2 copies out of what it gathers into, and casts gradients into what it reduces.
-    copies = Work(moved=2 * (weights + BF16 * unit.shared_experts) + CASTS * unit.numbers / shards)
+    copies = Work(moved=2 * (weights + of_experts) + CASTS * unit.numbers / shards)
     return Traffic(gather, reduce, copies, Work(moved=CASTS * unit.numbers))
 
 
@@ -436,7 +438,9 @@ def host_seconds(shape: StepShape, card: Card, rates: Rates) -> tuple[float, flo
     sharded = 0.0
     if shape.dims.strategy in ("fsdp1", "fsdp2") and shape.dims.world_size > 1:
         sharded = 0.0 if shape.replicates_frozen else rates.sharded * shape.layers
-        layers += sharded + rates.unit * (len(shape.units) + 1)
+        # Experts on several ranks are units apart from their layers.
+        apart = shape.layers if shape.dims.expert_parallel > 1 else 0
+        layers += sharded + rates.unit * (len(shape.units) + apart + 1)
     if shape.stage == 3:
         layers = rates.zero3 * shape.layers
     update = UPDATE_OF_A_LAYER * (rates.compiled * shape.layers + sharded)

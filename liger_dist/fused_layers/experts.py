@@ -264,15 +264,13 @@ def experts_forward(
     if ranks is not None and num_rows is None:
         compute_here = partial(_experts_of_this_rank, module, low_rank)
         router = (top_k_index, top_k_weights)
-        return sent_to_experts(
-            compute_here, hidden_states, *router, num_experts=ranks.num_experts, group=ranks.group
-        )
+        return sent_to_experts(compute_here, hidden_states, *router, num_experts=ranks.num_experts, group=ranks.group)
     if not _is_ready(module, match, hidden_states):
         if low_rank or ranks is not None:
             what = "LoRA on it is computed with it" if ranks is None else "its experts are on several ranks"
             raise LigerDistError(
-                f"the implementation, the activation, a dtype or the settings of a {type(module).__name__} have changed "
-                f"since liger_dist.wrap, and {what}; change them before wrap"
+                f"the implementation, activation, dtype or settings of a {type(module).__name__} have changed since "
+                f"liger_dist.wrap, and {what}; change them before wrap"
                 + (", or call liger_dist.unwrap(model) and wrap it again." if ranks is None else ".")
             )
         original = partial(_original_experts(module, match.config.original._experts_implementation), module)
@@ -628,6 +626,21 @@ def allow_merges(model: nn.Module) -> None:
     for module in model.modules():
         if vars(module).get("merge") is _refuse_merge:
             del vars(module)["merge"]
+
+
+def refuse_merges_of_ranks(model: nn.Module) -> None:
+    """Refuses merges of LoRA into experts that are on several ranks, as long as they are."""
+    for module in model.modules():
+        if hasattr(module, "parameter_name") and needs_its_ranks(module) and callable(getattr(module, "merge", None)):
+            vars(module)["merge"] = partial(_refuse_merge_of_ranks, str(module.parameter_name))
+
+
+def _refuse_merge_of_ranks(name: str, *args: Any, **kwargs: Any) -> None:
+    raise LigerDistError(
+        f"PEFT was asked to merge LoRA into {name} of experts that are on several ranks (expert_parallel), each of "
+        "which has some of them; save the adapter (model.save_pretrained), or write the merged model of a run with "
+        "liger-dist export."
+    )
 
 
 def _remove_after_forward(module: Any, args: Any, output: Any) -> None:

@@ -72,6 +72,12 @@ FEATURES: dict[str, Feature] = {
     "experts": Feature(base="qwen3_moe", entries=("loss", "grad_norm", *LOADS), tolerance=2e-4, is_exported=True),
     "tied experts": Feature(base="qwen3_moe, tied", entries=("loss", "grad_norm"), tolerance=2e-4, is_exported=True),
     "LoRA beside experts": Feature(LORA, base="qwen3_moe", entries=("loss", "experts/router_entropy"), tolerance=2e-4),
+    "LoRA on experts": Feature(
+        LORA | {"lora_targets": ["q_proj", "gate_up_proj", "down_proj"]},
+        base="qwen3_moe",
+        entries=("loss", "grad_norm", "experts/router_entropy"),
+        tolerance=2e-4,
+    ),
     "hybrid": Feature({"model": "qwen3_5_tiny"}),
 }
 
@@ -117,6 +123,10 @@ WAYS: dict[str, Way] = {
     "fsdp1, shards and replicas": Way(4, {"strategy": "fsdp1", "dp_replicate": 2}),
     "shards and ep": Way(4, {"strategy": "fsdp2", "ep": 2}),
     "replicas and ep": Way(4, {"strategy": "fsdp2", "ep": 2, "dp_replicate": 2}),
+    "sp and ep": Way(2, {"strategy": "fsdp2", "ep": 2, "sp": 2}),
+    "tp and ep": Way(4, {"strategy": "fsdp2", "ep": 2, "dp_shard": 2, "tp": 2}),
+    "vocab_parallel and ep": Way(2, {"strategy": "fsdp2", "ep": 2, "lm_head": "vocab_parallel"}),
+    "ep, replicated": Way(2, {"strategy": "fsdp2", "ep": 2, "frozen": "replicate"}),
 }
 
 
@@ -187,6 +197,7 @@ CHOSEN = {
     ("DoRA on 4 bits", "fsdp2"),
     ("experts", "ep, then one process"),
     ("LoRA beside experts", "replicas"),
+    ("LoRA on experts", "shards and ep"),
     ("hybrid", "fsdp2"),
 }
 """cells of ``make test``: every feature, and every kind of strategy"""
@@ -201,9 +212,9 @@ def refusal(name: str, way: str) -> str | None:
     """Words of the sentence that refuses a cell; None for one that trains."""
     feature, changes = FEATURES[name], WAYS[way].changes
     strategy, is_replicated = changes["strategy"], changes.get("frozen") == "replicate"
+    is_packed = "load_in_4bit" in feature.changes
     of_way = {
         "frozen": is_replicated and "lora_rank" not in feature.changes and "no weight is frozen",
-        "ep": (name not in ("experts", "tied experts")) and "--ep is 2 ",
         "sp": {
             "loss that is not fused": "needs the fused loss",
             "teacher": "has no distillation",
@@ -211,6 +222,7 @@ def refusal(name: str, way: str) -> str | None:
             "hybrid": "cannot be computed on a mesh with an axis 'sp'",
         }.get(name),
         "lm_head": name == "loss that is not fused" and "is 'vocab_parallel' but the loss",
+        "ep": "experts" not in name and ("--ep is 2 with --load_in_4bit" if is_packed else "has its experts in one"),
     }
     for option, words in of_way.items():
         if option in changes and words:

@@ -61,7 +61,7 @@ def stacks_of(module: nn.Module) -> list[str]:
 
 
 def num_experts(module: nn.Module) -> int:
-    return full_shape(module._parameters[stacks_of(module)[0]])[0]
+    return full_shape(module.get_parameter(stacks_of(module)[0]))[0]
 
 
 def check_expert_parallel(size: object) -> None:

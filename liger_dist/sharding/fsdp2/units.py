@@ -94,9 +94,7 @@ def bytes_of(layer: nn.Module, param_dtype: torch.dtype | None, apart: Collectio
     )
 
 
-def describe(
-    units: Units, param_dtype: torch.dtype | None, apart: Collection[nn.Module] = ()
-) -> str | None:
+def describe(units: Units, param_dtype: torch.dtype | None, apart: Collection[nn.Module] = ()) -> str | None:
     """Says how many layers are in a unit, for ``explain``; None where each is one by itself."""
     if all(len(unit) == 1 for unit in units):
         return None
