@@ -171,7 +171,8 @@ torch gives up. [Mixtures of experts](../experts.md) explains what is computed."
         """Twelve layers of Qwen3-30B-A3B as `liger-dist train` builds them: fp32 masters, bf16 compute,
 clipping and AdamW; sequences of 8192 random tokens. Balanced routers: o_proj and down_proj are zero at the
 start, so that routers see the embeddings of random tokens. `ep`: each rank has half of the experts of every
-layer, layers are not compiled, and each token is sent once to each rank that has some of its experts.
+layer, layers are not compiled, and each token is sent once to each rank that has some of its experts; transformers
+sharded these models, and `FSDP2(expert_parallel=2)`, which does so now, has not been timed.
 `transformers' exchange`: the same layout, with a row sent for each expert of a token. `weights stay gathered`:
 `--reshard_after_forward false`. `computing`: a kernel runs that is not NCCL's; `exposed`: NCCL's kernels alone;
 `idle`: none. Products, attention, optimizer (AdamW, norms and FSDP2's casts), copies, the rest and `nccl` are

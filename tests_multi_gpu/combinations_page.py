@@ -31,7 +31,7 @@ FEATURES = {
     "4-bit experts": "",
     "frozen": "other frozen weights, or replicated ones",
     "experts": "",
-    "ep": "experts on several ranks, by transformers",
+    "ep": "experts on several ranks",
     "MTP": "multi-token prediction",
     "distill": "distillation",
     "RL": "outputs with gradients: log-probabilities, entropies, sampled support",
@@ -74,7 +74,7 @@ def features_of(cell: Cell) -> frozenset[str]:
         "4-bit experts": model.four_bits == "experts",
         "frozen": model.trains != "all" or "frozen" in layout,
         "experts": model.family in ("qwen3_moe", "gpt_oss"),
-        "ep": "ep_size" in layout,
+        "ep": "ep_size" in layout or "ep" in layout,
         "MTP": bool(model.mtp),
         "RL": used.policy,
         "replay": used.replays,
@@ -202,6 +202,7 @@ SEQUENCE, PIPE = "sharding/test_sequence_parallel.py::", "pipelines/test_pipelin
 LORA, COMPILED = "fused_layers/test_lora_layers.py::", "fused_layers/test_compiled_layers.py::"
 DISTILL, DRAFT = "fused_head/test_distillation.py::", "fused_head/test_draft_heads.py::"
 MTP, REPLAY = "fused_head/test_mtp.py::", "routing/test_replay.py::"
+EXPERT_PARALLEL = "sharding/test_expert_parallel.py::"
 RECURRENT, EXPERTS = "fused_layers/test_recurrent_layers.py::", "fused_layers/test_experts.py::"
 TESTS = (
     Test(FOUR_BIT + "test_gradients_of_all_formats", "4 bits, LoRA, packed", by="strategy", without=("fsdp1",)),
@@ -224,6 +225,10 @@ TESTS = (
     Test(FLOAT8 + "test_gradients_of_lora_under_checkpointing", "float8, LoRA, ckpt", "2"),
     Test(FLOAT8 + "test_experts_stay_in_the_compute_dtype", "float8, experts", "2"),
     Test(FLOAT8 + "test_compiled_layers", "float8, compile", "2"),
+    Test(EXPERT_PARALLEL + "test_parts_of_sequences_are_sent_to_experts", "ep, sp, experts", "2"),
+    Test(EXPERT_PARALLEL + "test_layers_of_further_tokens_have_experts_on_ranks", "ep, MTP, experts", "2"),
+    Test(EXPERT_PARALLEL + "test_compiled_layers", "ep, compile, experts", "2"),
+    Test(EXPERT_PARALLEL + "test_linear_layers_in_float8", "ep, float8, experts", "2"),
     Test(SEQUENCE + "test_two_parts", "sp, packed", "2"),
     Test(SEQUENCE + "test_two_parts", "sp, experts", "2"),
     Test(SEQUENCE + "test_four_ranks", "sp, packed", "2H"),
@@ -270,10 +275,7 @@ _STAGE, _CALLS = (
     PIPE + "_refusals.py::test_" + n
     for n in ("wrap_refuses_a_stage_on_all_ranks", "calls_refuse_what_only_a_whole_model_has")
 )
-_NO_EP, _FOUR_BITS = (
-    "program/test_expert_runs.py::test_wrong_options_are_refused",
-    "program/test_four_bit_runs.py::test_refusals",
-)
+_FOUR_BITS = "program/test_four_bit_runs.py::test_refusals"
 _NO_VOCAB = "sharding/test_vocab_parallel_head.py::test_what_does_not_go_with_it"
 _CONFORMANCE = "conformance/test_conformance.py::test_two_ranks"
 _BY_STRATEGY = "program/test_features_by_strategy.py::test_a_feature_by_strategy"
@@ -320,37 +322,23 @@ REFUSALS = (
         "LoRA, ep",
         "sharding/test_sharded_by_transformers.py::test_lora_on_a_sharded_model",
         "nothing averages the gradients",
-        "2",
         "",
+        "models that transformers has sharded",
         "PEFT added them after transformers",
     ),
     Refusal(
         "MTP, ep",
         "sharding/test_sharded_by_transformers.py::test_further_tokens_of_a_sharded_model",
         "is sharded already",
-        "2",
         "",
+        "models that transformers has sharded",
         "is sharded already; add MultiTokenPrediction",
     ),
     Refusal(
-        "ep, float8",
-        _NO_EP,
-        "--ep is 2 with --float8 tensorwise",
-        "",
-        _RUN,
-        "which models with experts on several ranks do not have",
-    ),
-    Refusal(
-        "ep, vocab",
-        _NO_EP,
-        "--ep is 2 with --lm_head vocab_parallel",
-        "",
-        _RUN,
-        "which models with experts on several ranks do not have",
-    ),
-    Refusal("MTP, ep", _BY_STRATEGY, "--ep is 2 ", "", _RUN, "which models with experts on several ranks do not have"),
-    Refusal(
-        "ep, distill", _BY_STRATEGY, "--ep is 2 ", "", _RUN, "which models with experts on several ranks do not have"
+        "4-bit experts, ep",
+        EXPERT_PARALLEL + "test_experts_of_four_bits_are_refused",
+        "are of 4 bits, whose blocks belong to no expert",
+        "2",
     ),
     Refusal(
         "frozen, vocab",

@@ -13,6 +13,7 @@ from cells import (
     DATAS,
     EXPERT_PARALLEL,
     EXPERTS,
+    EXPERTS_ON_RANKS,
     FROZEN,
     FROZEN_MODELS,
     FURTHER,
@@ -65,7 +66,7 @@ class Matrix:
     def render(self) -> str:
         layouts = list({(cell.where, cell.world): cell for cell in CELLS if _is_plain(cell)}.values())
         layouts.sort(key=lambda cell: list(NAMES).index(cell.engine))
-        principal = PRINCIPAL
+        principal, of_two = PRINCIPAL, [cell for cell in EXPERTS_ON_RANKS if cell.layout["ep"] == 2]
         sections = [
             HEAD,
             "## Every layout\n",
@@ -86,8 +87,9 @@ class Matrix:
             "FSDP1 itself takes no frozen and trained parameters into one flat one. A saved head is PEFT's\n"
             '`modules_to_save=["lm_head"]` beside LoRA on the layers.\n',
             "## Experts\n",
-            self._table([*principal, *EXPERT_PARALLEL], EXPERT_COLUMNS),
-            "Experts are computed by [grouped products](experts.md); those with biases are gpt-oss's. Rows of\n"
+            self._table([*principal, *of_two, *EXPERT_PARALLEL], EXPERT_COLUMNS),
+            "Experts are computed by [grouped products](experts.md); those with biases are gpt-oss's. Experts on\n"
+            "2 ranks: `FSDP2(expert_parallel=2)`; a mixture with eight experts is also exact with them on four. Rows of\n"
             "transformers are models that it loads with a `DistributedConfig`, with experts on two ranks;\n"
             'tokens once per rank: with `ep_implementation="liger_dist"`, under TP by transformers.\n',
             "## Replicated frozen weights\n",

@@ -78,6 +78,10 @@ FEATURES: dict[str, Feature] = {
         entries=("loss", "grad_norm", "experts/router_entropy"),
         tolerance=2e-4,
     ),
+    "experts and a teacher": Feature(TEACHER, base="qwen3_moe", entries=("loss",), tolerance=2e-4),
+    "experts and MTP": Feature(
+        {"mtp": '{"depth": 1, "weight": 0.4}'}, base="qwen3_moe", entries=("loss", "mtp_loss/1"), tolerance=2e-4
+    ),
     "hybrid": Feature({"model": "qwen3_5_tiny"}),
 }
 
@@ -198,6 +202,8 @@ CHOSEN = {
     ("experts", "ep, then one process"),
     ("LoRA beside experts", "replicas"),
     ("LoRA on experts", "shards and ep"),
+    ("experts and a teacher", "ep"),
+    ("experts and MTP", "vocab_parallel and ep"),
     ("hybrid", "fsdp2"),
 }
 """cells of ``make test``: every feature, and every kind of strategy"""
@@ -218,7 +224,9 @@ def refusal(name: str, way: str) -> str | None:
         "sp": {
             "loss that is not fused": "needs the fused loss",
             "teacher": "has no distillation",
+            "experts and a teacher": "has no distillation",
             "MTP": "trains no further tokens",
+            "experts and MTP": "trains no further tokens",
             "hybrid": "cannot be computed on a mesh with an axis 'sp'",
         }.get(name),
         "lm_head": name == "loss that is not fused" and "is 'vocab_parallel' but the loss",
