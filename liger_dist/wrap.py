@@ -159,10 +159,7 @@ def _fuse(
             layers=found.structure.layers,
             compiled=_compiled_layers(found.structure, strategy),
         )
-    refuse_merged_weights(model, strategy.name)
-    if isinstance(strategy, FSDP2):
-        refuse_unswapped_experts(model, strategy.experts_apart(found.structure), dict(layers.left))
-    warn_of_missing_lora(outer, model)
+    _check_experts(outer, model, strategy, found.structure, layers)
     packing, decoder = found.packing, found.structure.decoder
     attention = select_attention(decoder, packing.wanted, packing.attention_reason)
     undo.add(_restore_attention, attention)
@@ -194,6 +191,16 @@ def _fuse(
     undo.add(_remove_loss, loss)
     loss.install(model)
     return record
+
+
+def _check_experts(
+    outer: nn.Module, model: nn.Module, strategy: Strategy, structure: Structure, layers: LayerReport
+) -> None:
+    """Refuses experts, and LoRA on them, that the strategy's layers do not compute."""
+    refuse_merged_weights(model, strategy.name)
+    if isinstance(strategy, FSDP2):
+        refuse_unswapped_experts(model, strategy.experts_apart(structure), dict(layers.left))
+    warn_of_missing_lora(outer, model)
 
 
 def _compiled_layers(structure: Structure, strategy: Strategy) -> list[nn.Module]:

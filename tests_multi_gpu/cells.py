@@ -635,6 +635,14 @@ def _cells() -> list[Cell]:
         cells += [cell, replace(cell, model="experts with biases")]
         cells += [replace(cell, use=use) for use in ("checkpointing", "two forwards", "replayed routing")]
         cells += [replace(cell, data="packed"), replace(cell, data="empty rank")]
+    cells += _with_experts_on_ranks()
+    families = ("qwen2", "gemma2", "tied qwen2", "tied gemma2")
+    cells += [replace(c, model=m) for c in (ONE, DDP, _fsdp2(), _fsdp2(rows=True), Cell(engine="tp")) for m in families]
+    return list({str(cell): replace(cell, refused=_refusal(cell)) for cell in cells}.values())
+
+
+def _with_experts_on_ranks() -> list[Cell]:
+    cells: list[Cell] = []
     for cell in EXPERTS_ON_RANKS:
         # Six experts, which four ranks do not divide.
         models = ("experts, divisible",) if cell.layout["ep"] == 4 else EXPERTS
@@ -646,9 +654,7 @@ def _cells() -> list[Cell]:
             cells += [replace(usual, use=use) for use in (*uses, "replayed routing", "replayed routing, checkpointing")]
     frozen = replace(_fsdp2(ep=2, frozen="replicate"), model="LoRA on experts")
     cells += [frozen, replace(frozen, use="checkpointing"), replace(frozen, world=4), replace(frozen, accumulation=2)]
-    families = ("qwen2", "gemma2", "tied qwen2", "tied gemma2")
-    cells += [replace(c, model=m) for c in (ONE, DDP, _fsdp2(), _fsdp2(rows=True), Cell(engine="tp")) for m in families]
-    return list({str(cell): replace(cell, refused=_refusal(cell)) for cell in cells}.values())
+    return cells
 
 
 @dataclass(frozen=True)

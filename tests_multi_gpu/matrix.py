@@ -89,8 +89,8 @@ class Matrix:
             "## Experts\n",
             self._table([*principal, *of_two, *EXPERT_PARALLEL], EXPERT_COLUMNS),
             "Experts are computed by [grouped products](experts.md); those with biases are gpt-oss's. Experts on\n"
-            "2 ranks: `FSDP2(expert_parallel=2)`; a mixture with eight experts is also exact with them on four. Rows of\n"
-            "transformers are models that it loads with a `DistributedConfig`, with experts on two ranks;\n"
+            "2 ranks: `FSDP2(expert_parallel=2)`; a mixture with eight experts is also exact with them on four.\n"
+            "Rows of transformers are models that it loads with a `DistributedConfig`, with experts on two ranks;\n"
             'tokens once per rank: with `ep_implementation="liger_dist"`, under TP by transformers.\n',
             "## Replicated frozen weights\n",
             self._table(FROZEN, FROZEN_COLUMNS),

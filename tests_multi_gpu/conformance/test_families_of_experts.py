@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import on_device
 import pytest
 import torch
 import torch.distributed as dist
@@ -102,7 +103,7 @@ def _batch_of(family: Family, model: Any, rank: int) -> dict[str, Any]:
     """Other tokens for each rank; the ids of images stay."""
     batch = batch_for(family, model)
     ids = batch["input_ids"]
-    tokens = torch.randint(3, 80, ids.shape, generator=torch.Generator().manual_seed(1 + rank)).to(ids.device)
+    tokens = on_device.randint(3, 80, ids.shape, generator=torch.Generator().manual_seed(1 + rank))
     batch["input_ids"] = ids.where(ids >= 80, tokens)
     batch["labels"] = batch["labels"].where(batch["labels"] == -100, batch["input_ids"])
     return batch

@@ -144,10 +144,14 @@ def test_experts_on_several_ranks_move_bytes_from_all_gather_to_all_to_all() -> 
     plain, routed = shape_of(MIXTURE, 8), shape_of(MIXTURE, 8, "--ep", "8")
     assert plain.units[0].routed_bytes == 0.0
     # 8192 tokens to the ranks of 8 experts, 2048 numbers of bf16 each.
-    assert routed.units[0].routed_bytes == pytest.approx(8192 * 8 * (1 - (7 / 8) ** 8) * 2048 * 2)
+    of_a_layer = sum(unit.routed_bytes for unit in routed.units) / routed.layers
+    assert of_a_layer == pytest.approx(8192 * 8 * (1 - (7 / 8) ** 8) * 2048 * 2)
     experts = 128 * 3 * 2048 * 768
-    assert plain.units[0].trained - routed.units[0].trained == experts
-    assert routed.units[0].shared_experts == experts / 8
+    of_plain, of_routed = (sum(unit.trained for unit in shape.units) for shape in (plain, routed))
+    assert of_plain - of_routed == plain.layers * experts
+    assert sum(unit.shared_experts for unit in routed.units) == plain.layers * experts / 8
+    # Without its experts a layer shares a unit with others.
+    assert len(routed.units) < len(plain.units) == plain.layers
     before, after = (predict(shape, CARDS["H100"]) for shape in (plain, routed))
     assert before.routed == 0.0
     assert after.routed > 0.5 * after.exposed

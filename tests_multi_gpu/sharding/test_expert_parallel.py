@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import on_device
 import pytest
 import torch
 import torch.distributed as dist
@@ -207,7 +208,7 @@ def of_a_sequence() -> float:
     truth = make_model("qwen3_moe")
     mesh = init_device_mesh(compute_device().type, (RANKS,), mesh_dim_names=("sp",))
     model = sharded(copy.deepcopy(truth), mesh=mesh)
-    ids = torch.randint(3, 100, (2, 16), generator=torch.Generator().manual_seed(3)).to(compute_device())
+    ids = on_device.randint(3, 100, (2, 16), generator=torch.Generator().manual_seed(3))
     truth(input_ids=ids, labels=ids).loss.backward()
     model(**liger_dist.shard_sequence({"input_ids": ids, "labels": ids}, mesh)).loss.backward()
     return worst(model, truth)

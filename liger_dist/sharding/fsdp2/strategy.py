@@ -256,36 +256,20 @@ class FSDP2(FullySharded):
             attach(structure.layers, SequenceAxis.of(mesh))
             undo.callback(detach, structure.layers)
         mesh = fold_sequence_axis(mesh)
-        expert_mesh = ExpertMesh.of(made, self.expert_parallel) if self.expert_parallel > 1 else None
         loaded = LoadedShards(outer)
         if self.frozen == "replicate" or self.float8 is not None:
             loaded.gather(outer, packs=self.frozen == "shard")
-        heads = linear_heads(model, structure)
         if tensor_parallel is not None or self.lm_head == "vocab_parallel":
-            loaded.gather(*heads)
+            loaded.gather(*linear_heads(model, structure))
         if tensor_parallel is not None:
             parallelize_heads(outer, model, structure, mesh=tensor_parallel, has_storage=initialize is None)
-        row_shards: frozenset[nn.Parameter] = frozenset()
-        if self.lm_head == "vocab_parallel":
-            row_shards = shard_rows(
-                model,
-                heads,
-                mesh=mesh,
-                device=device,
-                compute_dtype=self.param_dtype,
-                reduce_dtype=self.reduce_dtype,
-                divide_factor=partial(divide_factor, model),
-                syncs_replicas=partial(reduces_over_replicas, model),
-                undo=undo,
-            )
+        row_shards = self._row_shards(model, structure, mesh, device, undo)
         if self.float8 is not None:
             shards, experts = mesh.size(mesh.ndim - 1), numbers_of_experts(structure.decoder.config)
             convert(structure.layers, self.float8, shards=shards, numbers_of_experts=experts, undo=undo)
         self.compile(structure, undo)
-        if expert_mesh is not None:
-            for module in self.experts_apart(structure):
-                loaded.gather(module)
-                keep_own_experts(module, expert_mesh, undo)
+        if self.expert_parallel > 1:
+            self._shard_experts(structure, ExpertMesh.of(made, self.expert_parallel), loaded, undo)
         root = outer if needs_own_root(outer, model) else model
         if root is not model:
             vars(model)[ROOT] = ref(root)
@@ -294,8 +278,6 @@ class FSDP2(FullySharded):
         kept = [name for name, parameter in root.named_parameters() if parameter in full]
         pack_four_bits(root, full, device, undo)
         options = self._options(mesh, {*row_shards, *full})
-        if expert_mesh is not None:
-            self._shard_experts(structure, full, options | {"mesh": expert_mesh.data})
         self._fully_shard(root, model, structure, units, row_shards, loaded, options)
         if self.float8 == "tensorwise":
             precompute_scales(structure.decoder, undo)
@@ -318,12 +300,34 @@ class FSDP2(FullySharded):
             "ignored_params": ignored or None,
         }
 
-    def _shard_experts(self, structure: Structure, full: frozenset[nn.Parameter], options: dict[str, Any]) -> None:
-        """Shards each module of experts over the ranks that have the same ones."""
-        # The router's weights stay as they are.
-        options = options | {"mp_policy": replace(options["mp_policy"], cast_forward_inputs=False)}
+    def _row_shards(
+        self, model: nn.Module, structure: Structure, mesh: DeviceMesh, device: torch.device, undo: ExitStack
+    ) -> frozenset[nn.Parameter]:
+        """Shards the rows of a vocab-parallel lm_head; returns its parameters, which FSDP2 leaves alone."""
+        if self.lm_head != "vocab_parallel":
+            return frozenset()
+        return shard_rows(
+            model,
+            linear_heads(model, structure),
+            mesh=mesh,
+            device=device,
+            compute_dtype=self.param_dtype,
+            reduce_dtype=self.reduce_dtype,
+            divide_factor=partial(divide_factor, model),
+            syncs_replicas=partial(reduces_over_replicas, model),
+            undo=undo,
+        )
+
+    def _shard_experts(self, structure: Structure, mesh: ExpertMesh, loaded: LoadedShards, undo: ExitStack) -> None:
+        """Shards each module of experts, by experts in a group of ranks, and over the groups by FSDP2."""
         for module in self.experts_apart(structure):
-            if any(parameter not in full for parameter in module.parameters(recurse=False)):
+            loaded.gather(module)
+            keep_own_experts(module, mesh, undo)
+            full = self.full_parameters(module)
+            if full < {*module.parameters(recurse=False)}:
+                options = self._options(mesh.data, {*full})
+                # The router's weights stay as they are.
+                options["mp_policy"] = replace(options["mp_policy"], cast_forward_inputs=False)
                 fully_shard(module, reshard_after_forward=self.reshard_after_forward, **options)
                 average_over_all_ranks(module, self.expert_parallel)
 
