@@ -361,8 +361,7 @@ two gradients. Errors are relative (L2) to fp64, on 256 rows. `sum`: the dtype i
 gradient is added up over chunks. `torch's op`: `torch.nn.functional.linear_cross_entropy` of torch 2.13, in the
 table with torch 2.15's op of 2.15, run by torch 2.11 from the files of the wheel, with `LinearCrossEntropyOptions()`
 (`balanced`, `accurate`: this `acc_policy`). Its loss is a sum of chunks in bf16. `CuTe kernel`: what 2.15 runs where
-nvidia-cutlass-dsl is installed, called without torch's registry; its loss is summed in fp32 and rounded to bf16, and
-this row includes a copy of both gradients.""",
+nvidia-cutlass-dsl is installed, called without torch's registry; its loss is summed in fp32 and rounded to bf16.""",
         (
             Group(("ratio", "extra MiB"), "torch's op$", "ways", "ratio · MiB, beside torch's own op"),
             Group(("ms", "ratio", "extra MiB", "dW error", "loss error"), "torch 2.15's op$"),

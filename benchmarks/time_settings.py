@@ -123,14 +123,14 @@ def _step(setting: Setting) -> StepShape:
 def _small(name: str, shape: dict[str, Any], ways: Sequence[str], *, fits: bool, **more: Any) -> list[Setting]:
     ranks = more.get("ranks", 1)
     where = f"FSDP2 on {ranks} GPUs" if ranks > 1 else "on one GPU"
-    tokens = more.pop("tokens", 8192 if ranks > 1 else 4096)
+    tokens, card = more.pop("tokens", 8192 if ranks > 1 else 4096), more.pop("card", "")
     found = []
     for way in ways:
         options: dict[str, Any] = {"strategy": "fsdp2" if ranks > 1 else "none", "compile": "compiled" in way}
         if " a unit" in way:
             options["layers_per_unit"] = int(way.split(", ")[-1].split()[0])
         update = None if ranks > 1 else IN_BF16
-        problem = f"{name}, {tokens} tokens, {where}"
+        problem = f"{name}, {tokens} tokens, {where}" + (f", {card}" if card else "")
         found.append(
             Setting(
                 "small_models", problem, way, shape, tokens=tokens, options=options, update=update, fits=fits, **more
@@ -230,8 +230,10 @@ OF_1B = "Llama-3.2-1B, tied"
 UNTIED = "8 layers of 2048, untied"
 SETTINGS: tuple[Setting, ...] = (
     *_small("Qwen3-0.6B", QWEN3, (COMPILED, EAGER), model_type="qwen3", fits=True),
-    *_small("Llama-3.2-1B", LLAMA_1B, (COMPILED, EAGER), fits=True),
+    *_small("Llama-3.2-1B", LLAMA_1B, (COMPILED, EAGER), card="H100", fits=True),
+    *_small("Llama-3.2-1B", LLAMA_1B, (COMPILED, EAGER), fits=False),
     *_small("Llama 8B, LoRA", LLAMA_8B, (COMPILED, EAGER), tokens=1024, sequences=1, has_lora=True, fits=True),
+    *_small("Gemma3-270M", GEMMA3, (COMPILED, EAGER), model_type="gemma3_text", card="H100", fits=False),
     *_small("Gemma3-270M", GEMMA3, (COMPILED, EAGER), model_type="gemma3_text", fits=False),
     *_small(UNTIED, EIGHT, (ONE_A_UNIT, COMPILED, EAGER), ranks=2, fits=True),
     *_small(
