@@ -154,9 +154,9 @@ the weights. [Adapters on several GPUs](../adapters.md) says which way to use.""
         "Mixtures of experts",
         """Forward and backward of four layers of released shapes with their lm_head, random weights in bf16, 8192
 tokens, without an optimizer; and of one layer's experts. `kept MiB`: what the experts' forward keeps for
-the backward. `GPU ms`: at least one kernel runs. `GiB`: peak memory above the weights. LoRA has rank 16, on the projections of attention (`of
-without`) and on experts too. Layers compiled with flex_attention are compiled anew in some calls, until
-torch gives up. [Mixtures of experts](../experts.md) explains what is computed.""",
+the backward. `GPU ms`: at least one kernel runs. `GiB`: peak memory above the weights. LoRA has rank 16, on the
+projections of attention (`of without`) and on experts too. Layers compiled with flex_attention are compiled anew
+in some calls, until torch gives up. [Mixtures of experts](../experts.md) explains what is computed.""",
         (Group(("ms", "GPU ms", "GiB", "kept MiB", "of without")),),
         Picture(
             "Forward and backward of four layers of Qwen3-30B-A3B, 8192 tokens",
