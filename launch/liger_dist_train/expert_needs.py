@@ -20,6 +20,15 @@ def rows_of_a_token(ranks: int, experts: int) -> float:
     return 0.0 if ranks == 1 else ranks * (1 - (1 - 1 / ranks) ** experts)
 
 
+def stacks_of_layer(layer: nn.Module) -> tuple[str, nn.Module] | None:
+    """Finds the module with the experts of a layer, and its name; None for a layer without."""
+    for name, module in layer.named_modules():
+        down = module._parameters.get("down_proj")
+        if down is not None and down.dim() == 3:
+            return name, module
+    return None
+
+
 @dataclass(frozen=True)
 class Mixture:
     """Experts of a layer."""
@@ -29,8 +38,6 @@ class Mixture:
     features: int
     shared: int
     """features of MLPs that all tokens take"""
-    numbers: int
-    """of the parameters of all experts"""
 
     @classmethod
     def of(cls, layer: nn.Module, text: Any) -> Mixture | None:
@@ -38,17 +45,17 @@ class Mixture:
         token is sent to."""
         counts = (getattr(text, name, None) for name in EXPERTS_OF_A_TOKEN)
         of_a_token = next((count for count in counts if isinstance(count, int)), None)
-        for name, module in layer.named_modules():
-            down = module._parameters.get("down_proj")
-            if down is None or down.dim() != 3 or of_a_token is None:
-                continue
-            block = layer.get_submodule(name.rpartition(".")[0])
-            linears = (part for part in block.modules() if isinstance(part, nn.Linear))
-            wide = [part.out_features for part in linears if part.in_features == text.hidden_size]
-            numbers = sum(parameter.numel() for parameter in module.parameters(recurse=False))
-            features = down.numel() // (down.shape[0] * text.hidden_size)
-            return cls(down.shape[0], of_a_token, features, sum(size for size in wide if size > 1) // 2, numbers)
-        return None
+        found = stacks_of_layer(layer)
+        if found is None or of_a_token is None:
+            return None
+        name, module = found
+        down: Any = module.down_proj
+        # The block around the experts, and around LoRA on them.
+        block = layer.get_submodule(name.partition(".experts")[0] if ".experts" in name else name.rpartition(".")[0])
+        linears = (part for key, part in block.named_modules() if isinstance(part, nn.Linear) and ".lora_" not in key)
+        wide = [part.out_features for part in linears if part.in_features == text.hidden_size]
+        features = down.numel() // (down.shape[0] * text.hidden_size)
+        return cls(down.shape[0], of_a_token, features, sum(size for size in wide if size > 1) // 2)
 
     @property
     def width(self) -> int:
@@ -71,8 +78,3 @@ class Mixture:
         """Counts what the backward of the experts has of each token at once: gradients of outputs and activations, the
         activations, and the gradients of gate and up."""
         return self.of_a_token * (hidden_size + 4 * self.features)
-
-    def of_other_ranks(self, a: TrainConfig) -> int:
-        """Counts the parameters of experts on other ranks of the group."""
-        size = a.ep or 1
-        return self.numbers - self.numbers // size

@@ -22,7 +22,7 @@ from liger_dist_train.head_cost import HeadShapes, head_costs
 from .bases import quantisable
 from .config import TrainConfig
 from .deepspeed_engine import deepspeed_settings
-from .expert_needs import Mixture
+from .expert_needs import Mixture, stacks_of_layer
 from .model import FULL_FIRST, reason_against_compiling
 from .optimizer import matrices_of_layers
 from .parallel_dims import ParallelDims
@@ -194,6 +194,25 @@ class Held:
     def numbers(self) -> int:
         return self.trained + self.frozen
 
+    def without(self, other: Held) -> Held:
+        """Returns the parameters that are not in ``other``, which is a part of these."""
+        return replace(
+            self,
+            trained=self.trained - other.trained,
+            frozen=self.frozen - other.frozen,
+            frozen_bytes=self.frozen_bytes - other.frozen_bytes,
+            compute_bytes=self.compute_bytes - other.compute_bytes,
+        )
+
+    def part(self, ranks: int) -> Held:
+        """Returns one of ``ranks`` equal parts."""
+        return Held(
+            self.trained // ranks,
+            self.frozen // ranks,
+            self.frozen_bytes // ranks,
+            compute_bytes=self.compute_bytes // ranks,
+        )
+
 
 def _plan(
     config: TrainConfig, dims: ParallelDims, model: nn.Module, structure: Structure, text: Any, head: str
@@ -205,8 +224,11 @@ def _plan(
         compile=reason_against_compiling(config, dims.strategy, model) is None,
     )
     size = FP32 if a.dtype == "float32" else 2
-    layers = [_held_by(module, config, dims.strategy, text) for module in structure.layers]
-    layer = max(layers, key=lambda found: found.numbers)
+    layers = [Held.of(module, config, dims.strategy) for module in structure.layers]
+    apart = [_apart(module, config, dims) for module in structure.layers]
+    in_layers = [found.without(experts) for found, experts in zip(layers, apart, strict=True)]
+    layer = max(in_layers, key=lambda found: found.numbers)
+    own = max(apart, key=lambda found: found.numbers).part(dims.expert_parallel)
     of_muon = matrices_of_layers(model, config)
     held = replace(
         Held.of(model, config, dims.strategy),
@@ -214,9 +236,12 @@ def _plan(
         flat=sum(found.numbers for found in layers if found.trained and found.frozen),
     )
     weight = model.get_input_embeddings().weight  # type: ignore[operator]
-    sizes = [found.trained * size + found.compute_bytes for found in layers]
+    for experts in apart if a.frozen == "replicate" else ():
+        of_others = experts.without(experts.part(dims.expert_parallel))
+        held = held.without(replace(of_others, trained=0))
+    sizes = [found.trained * size + found.compute_bytes for found in in_layers]
     in_unit = _layers_of_a_unit(a, dims, structure, sizes)
-    stored = _stored(a, dims, held, layer, weight, size, in_unit=in_unit)
+    stored = _stored(a, dims, held, [layer] * in_unit + [own], weight, size)
     if dims.holds_unsharded_gradients(config):
         stored = replace(stored, gradients=held.trained * FP32)
     if dims.micro_batches(config, dims.global_batch_size(config)) > 1:
@@ -244,7 +269,7 @@ def _plan(
     cost = head_costs(shapes)[head]
     # The embedding's output, and around the last norm the input, the output and the gradient of the head.
     ends = 4 * T * D * size
-    loss = _at_the_head(a, dims, structure, head, cost.held_bytes, in_unit * layer.numbers * size)
+    loss = _at_the_head(a, dims, structure, head, cost.held_bytes, (in_unit * layer.numbers + own.numbers) * size)
     computed_again = layer_needs.kept if a.activation_checkpointing else 0
     return replace(
         stored,
@@ -264,10 +289,10 @@ def _layers_of_a_unit(a: TrainConfig, dims: ParallelDims, structure: Structure, 
     return max(len(unit) for unit in strategy.units(structure, sizes))
 
 
-def _held_by(layer: nn.Module, config: TrainConfig, strategy: str, text: Any) -> Held:
-    """Counts the parameters of a layer, without experts of other ranks, which are never here."""
-    held, mixture = Held.of(layer, config, strategy), Mixture.of(layer, text)
-    return held if mixture is None else replace(held, trained=held.trained - mixture.of_other_ranks(config))
+def _apart(layer: nn.Module, config: TrainConfig, dims: ParallelDims) -> Held:
+    """Counts the experts of a layer, of all ranks, where ``--ep`` has them in a group apart from the layer."""
+    found = stacks_of_layer(layer) if dims.expert_parallel > 1 else None
+    return Held(0, 0, 0) if found is None else Held.of(found[1], config, dims.strategy)
 
 
 def _at_the_head(
@@ -303,13 +328,13 @@ def _of_lora(a: TrainConfig, layer: nn.Module, hidden_size: int, *, under_autoca
 
 
 def _stored(
-    a: TrainConfig, dims: ParallelDims, held: Held, layer: Held, embedding: Tensor, size: int, *, in_unit: int
+    a: TrainConfig, dims: ParallelDims, held: Held, gathered_parts: Sequence[Held], embedding: Tensor, size: int
 ) -> MemoryPlan:
     """Plans what does not depend on the tokens.
 
     Args:
+        gathered_parts: what is gathered at once: the layers of a unit, and this rank's experts of a layer.
         embedding: weight of the input embedding.
-        in_unit: layers that are gathered together.
     """
     numbers = held.trained
     states = numbers * (STATES[a.optimizer] + (FP32 if a.ema_decay else 0)) - held.matrices * FP32
@@ -320,8 +345,9 @@ def _stored(
     if dims.strategy in ("fsdp1", "fsdp2"):
         share = -(-numbers // dims.parameter_shards)
         # Gathered weights; gradients of one unit as they are computed and, in fp32, as they are reduced.
-        in_layer = layer.trained * size + layer.compute_bytes
-        gathered = in_unit * (in_layer * GATHERED_UNITS + layer.trained * (size + FP32)) + held.largest * size
+        trained = sum(part.trained for part in gathered_parts)
+        weights = trained * size + sum(part.compute_bytes for part in gathered_parts)
+        gathered = weights * GATHERED_UNITS + trained * (size + FP32) + held.largest * size
         frozen = -(-held.frozen_bytes // dims.parameter_shards) + held.scales
         if a.frozen == "replicate":
             # All LoRA layers are gathered and reduced at once.

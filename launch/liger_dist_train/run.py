@@ -475,6 +475,8 @@ def _plan(config: TrainConfig) -> None:
         check_wrap(config, dims)
         teacher_config = None if config.teacher is None else check_teacher(config, vocab_size)
         model = shell(config, model_config)
+        if dims.expert_parallel > 1:
+            check_experts(model, find_structure(model), dims.expert_parallel)
         check_packing(config, model)
         reach = reach_of_four_bits(model)
         if config.model not in PRESETS and Path(config.model).is_dir():

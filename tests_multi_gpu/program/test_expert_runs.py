@@ -21,7 +21,7 @@ from liger_dist_train.config import TrainConfig
 from liger_dist_train.expert_loads import ExpertLoads
 from liger_dist_train.memory_plan import needs_of_layers, plan
 from liger_dist_train.metrics import Flops
-from liger_dist_train.model import find_config, shell
+from liger_dist_train.model import add_lora, find_config, shell
 from liger_dist_train.parallel_dims import parallel_dims_of
 from liger_dist_train.run import train
 
@@ -182,6 +182,26 @@ def test_a_plan_knows_experts(data: Path, cache: Path, tmp_path: Path) -> None:
     more = model_config.to_dict() | {"num_experts_per_tok": 3}
     of_three = plan(wider, parallel_dims_of(wider, 2), model, type(model_config)(**more)).plans[0]
     assert of_three.activations - found["plain"].activations == layers * tokens * 4 * 3 * 96
+
+
+@pytest.mark.parametrize("frozen", ["shard", "replicate"])
+def test_a_plan_of_lora_knows_experts_of_other_ranks(frozen: str, data: Path, cache: Path, tmp_path: Path) -> None:
+    base = write_base(cache, tmp_path / "base", family="qwen3_moe")
+    config = config_for(data, cache, tmp_path / "run", model=str(base), strategy="fsdp2", lora_rank=4, frozen=frozen)
+    model_config = find_config(config, 601)
+    model = add_lora(shell(config, model_config), config, has_weights=True)
+    of_experts = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 3)
+    found = {}
+    for ep in (1, 2):
+        one = replace(config, ep=ep)
+        found[ep] = plan(one, parallel_dims_of(one, 2), model, model_config).plans[0]
+    layers, gathered_units = 2, 2
+    if frozen == "replicate":
+        assert found[1].parameters - found[2].parameters == 4 * of_experts // 2
+        assert found[1].gathered == found[2].gathered > 0
+    else:
+        assert found[1].parameters == found[2].parameters
+        assert found[1].gathered - found[2].gathered == gathered_units * 4 * of_experts // layers // 2
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
