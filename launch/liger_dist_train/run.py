@@ -18,6 +18,8 @@ from transformers import GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from liger_dist import LigerDistError, explain
+from liger_dist.model.structure import find_structure
+from liger_dist.sharding.fsdp2.expert_parallel import check_experts
 
 from .bases import reach_of_four_bits
 from .checkpoint import Checkpoints, Saved, describe_model, refuse_earlier

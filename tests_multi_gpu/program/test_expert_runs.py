@@ -143,6 +143,8 @@ def test_models_without_fitting_experts_are_refused(
     with pytest.raises(RuntimeError, match=sentence) as caught:
         workers_4.run(run, config)
     assert "LigerDistError" in str(caught.value)
+    with pytest.raises(LigerDistError, match=sentence):
+        train(replace(config, dry_run=True, world_size=4))
 
 
 def test_the_preset_is_the_released_shape_and_its_active_parameters_count(tmp_path: Path) -> None:
