@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import warnings
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import NoneType
 
@@ -35,7 +36,7 @@ from .sharding.fsdp2.strategy import FSDP2
 from .sharding.fsdp_options import FullySharded
 from .sharding.materialize import is_meta
 from .sharding.mesh import Mesh
-from .sharding.process_groups import gathered
+from .sharding.process_groups import gathered, sentences_of_all_ranks
 from .sharding.reduction_checks import refuse_late_adapters
 from .sharding.sequence_parallel import check_losses
 from .sharding.single import Auto, LoadedByHost
@@ -98,6 +99,22 @@ def inspect_model(outer: nn.Module, strategy: str | Strategy, mesh: Mesh | None,
             )
     chosen, findings, origin = found
     return chosen, findings, _with_values_of_rank_0(origin, [device for *_, device in all_ranks])
+
+
+@contextmanager
+def refused_by_all_ranks(strategy: Strategy) -> Iterator[None]:
+    """Raises a refusal of one rank on all of them, where they are about to call collectives. One collective itself."""
+    refusal = None
+    try:
+        yield
+    except Exception as error:
+        refusal = error
+    if dist.is_initialized() and strategy.has_collectives:
+        refusals = sentences_of_all_ranks([] if refusal is None else [str(refusal)])
+        if refusals and refusal is None:
+            raise LigerDistError(f"another rank refused to wrap its model: {' '.join(refusals)}")
+    if refusal is not None:
+        raise refusal
 
 
 def _inspect(outer: nn.Module, strategy: str | Strategy, mesh: Mesh | None, config: WrapConfig) -> Inspected:
@@ -194,8 +211,10 @@ def check_stage(outer: nn.Module, model: nn.Module, strategy: Strategy, config: 
                 f"{stage} was wrapped with FSDP2(mesh={strategy.mesh!r}); expected a DeviceMesh of the ranks that have "
                 "this stage: mesh=init_device_mesh(..., mesh_dim_names=('pp', 'dp'))['dp']."
             )
-        if strategy.lm_head != "gather" or strategy.shards_sequences:
+        if strategy.lm_head != "gather" or strategy.shards_sequences or strategy.expert_parallel > 1:
             what = "an axis 'sp'" if strategy.shards_sequences else f"lm_head={strategy.lm_head!r}"
+            if strategy.expert_parallel > 1:
+                what = f"expert_parallel={strategy.expert_parallel}"
             raise LigerDistError(
                 f"{stage} was wrapped with FSDP2 and {what}, whose collectives a schedule does not know; leave it out, "
                 "or shard the rows of lm_head by a last mesh axis named 'tp'."

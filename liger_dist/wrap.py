@@ -35,7 +35,7 @@ from .fused_layers.experts import (
 from .fused_layers.recurrent import RECURRENT
 from .fused_layers.swap import suspended_forwards
 from .hosts import HOSTS
-from .inspection import inspect_model, shards_sequences
+from .inspection import inspect_model, refused_by_all_ranks, shards_sequences
 from .model.compile import compiled_call
 from .model.four_bit_experts import keep_scales_in_state_dict
 from .model.peft import base_model_of
@@ -113,7 +113,8 @@ def wrap(
     undo = Undo()
     with ExitStack() as failure:
         failure.callback(undo.run, model)
-        record = _fuse(outer, model, chosen, found, config, undo)
+        with refused_by_all_ranks(chosen):
+            record = _fuse(outer, model, chosen, found, config, undo)
         keep_order_of_bytes(model, failure)
         keep_scales_in_state_dict(model, failure)
         failure.push(functools.partial(refuse_half_sharded, model, storage_state(model)))
@@ -248,7 +249,8 @@ def _detach_sequence_axis(model: nn.Module) -> None:
 
 def unwrap(model: nn.Module) -> nn.Module:
     """Restores the instance: classes, loss function and hooks are as before :func:`wrap`. DDP is removed; sharding,
-    tensor parallelism, compiled layers and float8 stay, and with them FSDP1's wrapper.
+    tensor parallelism, compiled layers and float8 stay, and with them FSDP1's wrapper and the forward of experts that
+    are on several ranks.
 
     Raises:
         LigerDistError: the model is not wrapped.

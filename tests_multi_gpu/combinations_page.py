@@ -411,6 +411,7 @@ REFUSALS = (
     Refusal("pipeline, 4 bits", _STAGES, "has quantised weights", source="supported in pipelines; train it"),
     Refusal("pipeline, 4-bit experts", _STAGES, "has quantised weights", source="supported in pipelines; train it"),
     Refusal("pipeline, vocab", _STAGE, "whose collectives a schedule does not know"),
+    Refusal("pipeline, ep", _STAGE, "whose collectives a schedule does not know"),
     Refusal(
         "pipeline, RL", PIPE + "_refusals.py::test_wrap_refuses_what_a_stage_cannot_have", "a pipeline has a loss only"
     ),

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from liger_dist import FSDP2, LigerDistError
 from liger_dist.fused_layers.packed_calls import is_recurrent
 from liger_dist.model.structure import Structure, find_structure
-from liger_dist_train.head_cost import HeadShapes, head_costs
+from liger_dist_train.head_cost import HeadCost, HeadShapes, head_costs
 
 from .bases import quantisable
 from .config import TrainConfig
@@ -256,17 +256,7 @@ def _plan(
     needs += further
     kept = len(needs) * of_checkpoint if a.activation_checkpointing else sum(layer.kept for layer in needs)
     kept += len(further) * T * D * size * OF_DEPTH
-    shapes = HeadShapes(
-        tokens=T,
-        hidden_size=D,
-        vocab_size=structure.vocab_size,
-        ranks=dims.parameter_shards if "fsdp" in dims.strategy and not _is_full(a, structure, head) else 1,
-        tied=structure.tied,
-        trains=structure.head.weight.requires_grad,
-        itemsize=size,
-        memory_budget=a.memory_budget,
-    )
-    cost = head_costs(shapes)[head]
+    cost = _cost_of_head(a, dims, structure, head, tokens=T, size=size)
     # The embedding's output, and around the last norm the input, the output and the gradient of the head.
     ends = 4 * T * D * size
     loss = _at_the_head(a, dims, structure, head, cost.held_bytes, (in_unit * layer.numbers + own.numbers) * size)
@@ -279,6 +269,22 @@ def _plan(
         loss=loss,
         sent=cost.sent_bytes,
     )
+
+
+def _cost_of_head(
+    a: TrainConfig, dims: ParallelDims, structure: Structure, head: str, *, tokens: int, size: int
+) -> HeadCost:
+    shapes = HeadShapes(
+        tokens=tokens,
+        hidden_size=structure.hidden_size,
+        vocab_size=structure.vocab_size,
+        ranks=dims.parameter_shards if "fsdp" in dims.strategy and not _is_full(a, structure, head) else 1,
+        tied=structure.tied,
+        trains=structure.head.weight.requires_grad,
+        itemsize=size,
+        memory_budget=a.memory_budget,
+    )
+    return head_costs(shapes)[head]
 
 
 def _layers_of_a_unit(a: TrainConfig, dims: ParallelDims, structure: Structure, sizes: Sequence[int]) -> int:

@@ -270,8 +270,8 @@ def experts_forward(
             what = "LoRA on it is computed with it" if ranks is None else "its experts are on several ranks"
             raise LigerDistError(
                 f"the implementation, activation, dtype or settings of a {type(module).__name__} have changed since "
-                f"liger_dist.wrap, and {what}; change them before wrap"
-                + (", or call liger_dist.unwrap(model) and wrap it again." if ranks is None else ".")
+                f"liger_dist.wrap, and {what}; "
+                + ("call liger_dist.unwrap(model) and wrap it again." if ranks is None else "change them back.")
             )
         original = partial(_original_experts(module, match.config.original._experts_implementation), module)
         if num_rows is not None:
@@ -549,8 +549,14 @@ def _left_to_peft(module: Any, inside: nn.Module) -> Any:
     """Returns ``NotImplemented``, for PEFT's forward to run.
 
     Raises:
-        LigerDistError: it would compute something else, see :func:`_reads_one_without_lora`.
+        LigerDistError: it would compute something else, see :func:`_reads_one_without_lora`, or has not all experts.
     """
+    if ranks_of_experts(inside) is not None and _has_active_lora(module):
+        raise LigerDistError(
+            f"LoRA on a {type(inside).__name__} has changed since liger_dist.wrap (several active adapters, hooks or "
+            "patches of its layers) and is left to PEFT, which needs all experts, but these are on several ranks; "
+            "change it back, or wrap without expert_parallel."
+        )
     around = _modules_of_peft(module)
     if _reads_one_without_lora(module, inside) and sum(map(_has_active_lora, around)) > 1:
         raise LigerDistError(
@@ -628,23 +634,26 @@ def allow_merges(model: nn.Module) -> None:
             del vars(module)["merge"]
 
 
-def refuse_merges_of_ranks(model: nn.Module) -> None:
-    """Refuses merges of LoRA into experts that are on several ranks, as long as they are."""
-    for module in model.modules():
-        if hasattr(module, "parameter_name") and needs_its_ranks(module) and callable(getattr(module, "merge", None)):
-            vars(module)["merge"] = partial(_refuse_merge_of_ranks, str(module.parameter_name))
-
-
-def _refuse_merge_of_ranks(name: str, *args: Any, **kwargs: Any) -> None:
-    raise LigerDistError(
-        f"PEFT was asked to merge LoRA into {name} of experts that are on several ranks (expert_parallel), each of "
-        "which has some of them; save the adapter (model.save_pretrained), or write the merged model of a run with "
-        "liger-dist export."
-    )
-
-
 def _remove_after_forward(module: Any, args: Any, output: Any) -> None:
     remove_lora_of_peft(experts_inside(module), module.parameter_name)
+
+
+def refuse_merges_of_ranks(model: nn.Module) -> None:
+    """Refuses merges of LoRA, as long as some of it is on experts of several ranks."""
+    modules = list(model.modules())
+    if any(hasattr(module, "parameter_name") and needs_its_ranks(module) for module in modules):
+        # On all layers: PEFT merges them one after the other.
+        for layer in modules:
+            if has_lora(layer) and callable(getattr(layer, "merge", None)):
+                vars(layer)["merge"] = _refuse_merge_of_ranks
+
+
+def _refuse_merge_of_ranks(*args: Any, **kwargs: Any) -> None:
+    raise LigerDistError(
+        "PEFT was asked to merge LoRA, of which some is on experts that are on several ranks (expert_parallel), each "
+        "with some of the experts. Load the adapter on a model that is not sharded and merge it there, or write the "
+        "merged model of a run with liger-dist export."
+    )
 
 
 def _refuse_merge(*args: Any, **kwargs: Any) -> None:
@@ -692,6 +701,11 @@ def refuse_merged_weights(model: nn.Module, strategy: str) -> None:
     for name, module in model.named_modules():
         if "base_layer" not in module._modules or not hasattr(module, "parameter_name"):
             continue
+        if needs_its_ranks(module) and not isinstance(module, Swapped):
+            raise LigerDistError(
+                f"{name} is LoRA that PEFT adds to experts on several ranks (expert_parallel), each of which has some "
+                "of them; make the adapter before liger_dist.wrap shards the model."
+            )
         if "forward" in vars(experts_inside(module)):
             raise LigerDistError(
                 f"{name} has LoRA on {module.parameter_name} of experts that transformers has put on several ranks "

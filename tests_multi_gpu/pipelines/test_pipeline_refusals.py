@@ -298,10 +298,13 @@ def resharded_layers(schedule: str, is_training: bool, by_caller: bool = False) 
     return str(caught.value)
 
 
-@pytest.mark.parametrize("what", ["rows of lm_head", "another strategy on one rank", "a refusal of one stage"])
+@pytest.mark.parametrize(
+    "what", ["rows of lm_head", "experts on ranks", "another strategy on one rank", "a refusal of one stage"]
+)
 def test_wrap_refuses_a_stage_on_all_ranks(what: str, workers_4: Workers) -> None:
     expected = {
         "rows of lm_head": "whose collectives a schedule does not know",
+        "experts on ranks": "FSDP2 and expert_parallel=2, whose collectives a schedule does not know",
         "another strategy on one rank": "ranks call wrap with different settings",
         "a refusal of one stage": "expected a DeviceMesh",
     }[what]
@@ -317,6 +320,8 @@ def refused_wrap(what: str) -> str:
     options: dict[str, Any] = {"mesh": mesh["dp"]}
     if what == "rows of lm_head":
         options["lm_head"] = "vocab_parallel"
+    if what == "experts on ranks":
+        options["expert_parallel"] = 2
     if what == "another strategy on one rank" and rank == 0:
         options["reshard_after_forward"] = False
     if what == "a refusal of one stage" and rank == 3:

@@ -130,7 +130,7 @@ def test_wrong_sizes_are_refused(changes: dict[str, Any], sentence: str) -> None
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({}, "no decoder layer of this LlamaForCausalLM has its experts in one parameter"),
+        ({}, "no decoder layer of this LlamaForCausalLM has experts in one parameter"),
         ({"model": "experts", "ep": 4}, "a Qwen3MoeExperts has 6 experts; choose a divisor of 6"),
     ],
 )

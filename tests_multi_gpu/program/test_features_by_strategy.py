@@ -230,7 +230,7 @@ def refusal(name: str, way: str) -> str | None:
             "hybrid": "cannot be computed on a mesh with an axis 'sp'",
         }.get(name),
         "lm_head": name == "loss that is not fused" and "is 'vocab_parallel' but the loss",
-        "ep": "experts" not in name and ("--ep is 2 with --load_in_4bit" if is_packed else "has its experts in one"),
+        "ep": "experts" not in name and ("--ep is 2 with --load_in_4bit" if is_packed else "has experts in one"),
     }
     for option, words in of_way.items():
         if option in changes and words:

@@ -3,7 +3,7 @@
 
 The ranks that shard a parameter are divided into groups of ``expert_parallel`` ranks that follow each other. A stack of
 experts is sharded by expert inside a group, and over the groups by FSDP2, as DTensors of a mesh of both, so that
-checkpoints have the full stack and load under any other layout.
+distributed checkpoints have the full stack and load under any other layout.
 """
 
 from __future__ import annotations
@@ -87,15 +87,21 @@ def check_divides(size: int, mesh: Mesh | None, world_size: int) -> None:
 
 
 def check_experts(model: nn.Module, structure: Structure, size: int) -> None:
-    """
+    """Refuses a model that ``FSDP2(expert_parallel=size)`` cannot shard. No collectives.
+
+    Args:
+        model: may be on the meta device.
+        structure: of the model.
+        size: number of ranks.
+
     Raises:
         LigerDistError: the model has no experts that can be on several ranks, or not as many as the ranks divide.
     """
     found = list(experts_of(structure))
     if not found:
         raise LigerDistError(
-            f"expert_parallel is {size} but no decoder layer of this {type(model).__name__} has its experts in one "
-            "parameter, as transformers' mixtures do; leave it out."
+            f"expert_parallel is {size} but no decoder layer of this {type(model).__name__} has experts in one "
+            "parameter behind transformers' interface for them (use_experts_implementation); leave it out."
         )
     for module in found:
         if next(four_bit_stacks(module), None) is not None:
@@ -152,12 +158,23 @@ def keep_own_experts(module: nn.Module, mesh: ExpertMesh, undo: ExitStack) -> No
 
 def average_over_all_ranks(module: Any, size: int) -> None:
     """Averages gradients over all ranks: a rank's experts have the tokens of the ranks of its group, and FSDP2 divides
-    by the number of groups."""
-    state = module._get_fsdp_state()
+    by the number of groups. A factor of ``set_gradient_divide_factor`` takes the place of the average.
+
+    [Note: A divide factor on one rank] Where a group has one rank, torch divides by the factor when it copies the
+    gradient, and once more afterwards where it does not leave the division to the collective: with forced sums, and in
+    other dtypes than fp32 and bf16.
+    """
+    (group,) = groups_of(module._get_fsdp_state())
 
     def divide(gradient: Tensor) -> None:
-        # What set_gradient_divide_factor has been given takes the place of the average.
-        if all(group.gradient_divide_factor is None for group in groups_of(state)):
+        factor = group.gradient_divide_factor
+        if factor is None:
             gradient.div_(size)
+        elif group.mesh_info.shard_mesh_size == 1 and _divides_twice(group, gradient.dtype):
+            gradient.mul_(factor)
 
     module.set_all_reduce_hook(divide)
+
+
+def _divides_twice(group: Any, dtype: torch.dtype) -> bool:
+    return bool(group.force_sum_reduction_for_comms) or dtype not in (torch.float32, torch.bfloat16)

@@ -53,6 +53,7 @@ from liger_dist.sharding.vocab_parallel import check_row_shards, row_shards_of, 
 
 from .expert_parallel import (
     ExpertMesh,
+    RanksOfExperts,
     average_over_all_ranks,
     check_divides,
     check_expert_parallel,
@@ -60,6 +61,7 @@ from .expert_parallel import (
     experts_of,
     keep_own_experts,
     num_experts,
+    ranks_of_experts,
 )
 from .forward import ROOT, param_groups, unreduced_gradients, unshard_in_backward
 from .loading import LoadedShards
@@ -449,11 +451,16 @@ def _data_parallel(head: nn.Module, model: nn.Module) -> DataParallel:
 
 
 def _data_parallel_of(group: Any) -> DataParallel:
-    """Returns the ranks of an FSDP2 group."""
+    """Returns the ranks of an FSDP2 group, and of the ranks that share experts, if these are all that it has."""
     mesh: DeviceMesh = group.mesh_info.mesh
+    groups, ranks = [mesh.get_group(axis) for axis in range(mesh.ndim)], _ranks_of(group)
     return DataParallel(
-        groups=tuple(mesh.get_group(axis) for axis in range(mesh.ndim)), divide_factor=_divide_factor(group)
+        groups=(*groups, *([] if ranks is None else [ranks.group])), divide_factor=_divide_factor(group)
     )
+
+
+def _ranks_of(group: Any) -> RanksOfExperts | None:
+    return next(filter(None, map(ranks_of_experts, group.modules)), None)
 
 
 def _tied_weight_reasons(facts: Facts) -> list[str]:
@@ -470,7 +477,9 @@ def divide_factor(model: nn.Module) -> float:
 
 
 def _divide_factor(group: Any) -> float:
-    return float(group.gradient_divide_factor or group.mesh_info.mesh.size())
+    ranks = _ranks_of(group)
+    sharing = 1 if ranks is None else ranks.group.size()
+    return float(group.gradient_divide_factor or group.mesh_info.mesh.size() * sharing)
 
 
 def reduces_over_replicas(model: nn.Module) -> bool:
