@@ -169,9 +169,8 @@ in some calls, until torch gives up. [Mixtures of experts](../experts.md) explai
         "mixture_step",
         "Training steps of a mixture on two GPUs",
         """Twelve layers of Qwen3-30B-A3B as `liger-dist train` builds them; sequences of 8192 random tokens.
-Balanced routers: o_proj and down_proj start at zero, so that routers see random embeddings. `ep`: each rank has
-half of the experts, layers are not compiled, and transformers sharded the models; `FSDP2(expert_parallel=2)`, which
-does so now, has not been timed. `transformers' exchange`: a row is sent for each expert of a token. `weights stay
+Balanced routers: o_proj and down_proj start at zero. `ep`: each rank has half of the experts, layers are not
+compiled, and transformers sharded the models; `FSDP2(expert_parallel=2)`, which does so now, has not been timed. `transformers' exchange`: a row is sent for each expert of a token. `weights stay
 gathered`: `--reshard_after_forward false`. `computing`: a kernel runs that is not NCCL's; `exposed`: NCCL's alone;
 `idle`: none. Products, attention, optimizer (with norms and FSDP2's casts), copies, the rest and `nccl` are
 milliseconds of kernels by their names; `nccl` includes waiting for the other GPU. `load`: tokens of the fullest
