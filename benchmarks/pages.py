@@ -168,14 +168,15 @@ in some calls, until torch gives up. [Mixtures of experts](../experts.md) explai
     Page(
         "mixture_step",
         "Training steps of a mixture on two GPUs",
-        """Twelve layers of Qwen3-30B-A3B as `liger-dist train` builds them; sequences of 8192 random tokens.
-Balanced routers: o_proj and down_proj start at zero. `ep`: each rank has half of the experts, layers are not
-compiled, and transformers sharded the models; `FSDP2(expert_parallel=2)`, which does so now, has not been timed. `transformers' exchange`: a row is sent for each expert of a token. `weights stay
-gathered`: `--reshard_after_forward false`. `computing`: a kernel runs that is not NCCL's; `exposed`: NCCL's alone;
-`idle`: none. Products, attention, optimizer (with norms and FSDP2's casts), copies, the rest and `nccl` are
+        """Twelve layers of Qwen3-30B-A3B as `liger-dist train` builds them; sequences of 8192 random tokens. Balanced
+routers: o_proj and down_proj start at zero. `ep`: each rank has half of the experts, layers are not compiled,
+and transformers sharded the models; `FSDP2(expert_parallel=2)`, which does so now, has not been timed.
+`transformers' exchange`: a row is sent for each expert of a token. `weights stay gathered`:
+`--reshard_after_forward false`. `computing`: a kernel runs that is not NCCL's; `exposed`: NCCL's alone; `idle`:
+none. Products, attention, optimizer (with norms and FSDP2's casts), copies, the rest and `nccl` are
 milliseconds of kernels by their names; `nccl` includes waiting for the other GPU. `load`: tokens of the fullest
-expert over the mean, counted by one set of hooks in the first table and six in the last.
-[Mixtures of experts](../experts.md#two-gpus) draws the conclusions.""",
+expert over the mean, counted by one set of hooks in the first table and six in the last. [Mixtures of
+experts](../experts.md#two-gpus) draws the conclusions.""",
         (
             Group(("tokens/s a GPU", "peak GiB"), "", "problems", "tokens/s of a GPU · peak GiB"),
             Group(("ms", "computing ms", "exposed ms", "idle ms"), "balanced"),
