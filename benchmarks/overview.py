@@ -120,7 +120,7 @@ WORKLOADS = (
         is_pictured=True,
     ),
     Workload(
-        "12 layers of Qwen3-30B-A3B, `--ep 2`",
+        "Qwen3-30B-A3B, 12 layers, sharded by transformers",
         "mixture_step",
         "12 layers of Qwen3-30B-A3B, 16384 tokens a GPU, balanced routers, on 2",
         "ep",

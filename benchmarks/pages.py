@@ -174,7 +174,7 @@ and transformers sharded the models; `FSDP2(expert_parallel=2)`, which does so n
 `transformers' exchange`: a row is sent for each expert of a token. `weights stay gathered`:
 `--reshard_after_forward false`. `computing`: a kernel runs that is not NCCL's; `exposed`: NCCL's alone; `idle`:
 none. Products, attention, optimizer (with norms and FSDP2's casts), copies, the rest and `nccl` are
-milliseconds of kernels by their names; `nccl` includes waiting for the other GPU. `load`: tokens of the fullest
+milliseconds of kernels; `nccl` includes waiting for the other GPU. `load`: tokens of the fullest
 expert over the mean, counted by one set of hooks in the first table and six in the last. [Mixtures of
 experts](../experts.md#two-gpus) draws the conclusions.""",
         (

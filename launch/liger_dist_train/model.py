@@ -29,6 +29,7 @@ from liger_dist import (
 )
 from liger_dist.fused_layers.packed_calls import is_recurrent, packing_objection
 from liger_dist.model.compile import reason_against_compiling as compile_is_no_gain
+from liger_dist.model.four_bit_experts import is_experts
 from liger_dist.model.quantized import four_bit_stacks
 from liger_dist.model.structure import find_structure
 from liger_dist.mtp import MultiTokenPrediction, has_prediction
@@ -582,6 +583,8 @@ def add_lora(model: nn.Module, config: TrainConfig, *, has_weights: bool) -> nn.
     targets: Any = config.lora_targets[0] if config.lora_targets == ["all-linear"] else config.lora_targets
     # PEFT matches ends of names of parameters, but full names of quantised ones.
     stacks = [name for name, _, stack in four_bit_stacks(model) if targets == "all-linear" or stack.name in targets]
+    # PEFT takes names of modules for those of parameters in part: gate_up_proj not.
+    stacks += [] if targets == "all-linear" else [name for name in _names_of_stacks(model) if name in targets]
     try:
         found: nn.Module = get_peft_model(
             model,
@@ -597,7 +600,33 @@ def add_lora(model: nn.Module, config: TrainConfig, *, has_weights: bool) -> nn.
         )
     except ValueError as error:
         raise LigerDistError(f"--lora_targets is {config.lora_targets}: {error}") from error
+    if targets != "all-linear":
+        _check_targets(found, targets)
     return found
+
+
+def _names_of_stacks(model: nn.Module) -> list[str]:
+    """Returns the names of parameters that are stacks of experts, such as "gate_up_proj"."""
+    found = (module._parameters.items() for module in model.modules() if is_experts(module))
+    return sorted({name for named in found for name, value in named if value is not None and value.dim() == 3})
+
+
+def _check_targets(model: Any, targets: list[str]) -> None:
+    """
+    Raises:
+        LigerDistError: a target of which PEFT has made no layer.
+    """
+    around = [(name, module) for name, module in model.named_modules() if hasattr(module, "lora_A")]
+    parts = {part for name, _ in around for part in name.split(".")}
+    parts |= {module.parameter_name for _, module in around if hasattr(module, "parameter_name")}
+    # PEFT has moved the names of parameters, and of what they are made of, out of target_modules.
+    left = [target for target in targets if target in model.peft_config["default"].target_modules]
+    unused = [target for target in left if target.rpartition(".")[2] not in parts]
+    if unused:
+        raise LigerDistError(
+            f"--lora_targets has {', '.join(unused)}, of which PEFT makes no LoRA layer here; leave it out, or name "
+            "layers of the model, or all-linear."
+        )
 
 
 def autocast(config: TrainConfig, strategy: str) -> Any:

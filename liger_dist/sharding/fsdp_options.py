@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
@@ -120,10 +120,14 @@ class FullySharded:
 
     def rows(self, outer: nn.Module, structure: Structure) -> dict[str, str]:
         """Returns rows for ``explain``, by name; call it before the model is sharded."""
-        cost = self._cost_of_frozen(outer)
+        cost = self._cost_of_frozen(outer, self.ranks_that_share(structure))
         return {} if cost is None else {"frozen weights": cost}
 
-    def _cost_of_frozen(self, outer: nn.Module) -> str | None:
+    def ranks_that_share(self, structure: Structure) -> Mapping[Tensor, int]:
+        """Returns the parameters of which a rank has a part in its forward, and how many parts there are."""
+        return {}
+
+    def _cost_of_frozen(self, outer: nn.Module, sharing: Mapping[Tensor, int]) -> str | None:
         """Says what frozen parameters cost sharded and replicated; None without any, or for shard groups of one
         rank."""
         frozen = _frozen(outer)
@@ -132,11 +136,13 @@ class FullySharded:
             return None
         scales = bytes_of_scales(outer) / 2**30
         loaded = {module._parameters[name] for _, module, name in loaded_shards(outer)}
+        parts = [sharing.get(parameter, 1) for parameter in frozen]
         held = [parameter if parameter in loaded else local_shard(parameter.data) for parameter in frozen]
         share = sum(local.numel() * local.element_size() for local in held) / shards / 2**30 + scales
         unchanged = [not p.is_floating_point() or is_four_bit(p) for p in frozen]
         compute = [p.dtype if keeps else self.param_dtype or p.dtype for p, keeps in zip(held, unchanged, strict=True)]
-        full = sum(local.numel() * dtype.itemsize for local, dtype in zip(held, compute, strict=True)) / 2**30 + scales
+        sizes = (local.numel() * dtype.itemsize // n for local, dtype, n in zip(held, compute, parts, strict=True))
+        full = sum(sizes) / 2**30 + scales
         passes = "forward and backward" if self.reshard_after_forward else "forward"
         if self.frozen == "replicate":
             return f"{full:.3g} GiB on each rank (sharded: {share:.3g}, all-gathered in {passes})"

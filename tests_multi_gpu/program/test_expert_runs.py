@@ -186,6 +186,38 @@ def test_a_plan_knows_experts(data: Path, cache: Path, tmp_path: Path) -> None:
     assert of_three.activations - found["plain"].activations == layers * tokens * 4 * 3 * 96
 
 
+@pytest.mark.parametrize(
+    ("targets", "parameters"),
+    [
+        (["q_proj", "gate_up_proj", "down_proj"], {"gate_up_proj", "down_proj"}),
+        (["gate_up_proj"], {"gate_up_proj"}),
+        (["gate_proj", "up_proj"], {"gate_up_proj"}),
+        (["all-linear"], {"gate_up_proj", "down_proj", "weight"}),
+        (["q_proj"], set()),
+    ],
+)
+def test_every_target_of_lora_gets_a_layer(
+    targets: list[str], parameters: set[str], data: Path, cache: Path, tmp_path: Path
+) -> None:
+    """Stacks of experts by their names, and by those of what they are made of; "weight" is that of the router."""
+    base = write_base(cache, tmp_path / "base", family="qwen3_moe")
+    config = config_for(data, cache, tmp_path / "run", model=str(base), lora_rank=4, lora_targets=targets)
+    model = add_lora(shell(config, find_config(config, 601)), config, has_weights=True)
+    found = [module for module in model.modules() if hasattr(module, "lora_A")]
+    assert {module.parameter_name for module in found if hasattr(module, "parameter_name")} == parameters
+    assert any("q_proj" in name for name, _ in model.named_parameters() if "lora_A" in name) == (
+        "q_proj" in targets or targets == ["all-linear"]
+    )
+
+
+def test_a_target_without_a_layer_is_refused(data: Path, cache: Path, tmp_path: Path) -> None:
+    base = write_base(cache, tmp_path / "base", family="qwen3_moe")
+    changes: dict[str, Any] = {"model": str(base), "lora_rank": 4, "lora_targets": ["q_proj", "qkv_proj"]}
+    config = config_for(data, cache, tmp_path / "run", **changes)
+    with pytest.raises(LigerDistError, match="--lora_targets has qkv_proj, of which PEFT makes no LoRA layer"):
+        add_lora(shell(config, find_config(config, 601)), config, has_weights=True)
+
+
 @pytest.mark.parametrize("frozen", ["shard", "replicate"])
 def test_a_plan_of_lora_knows_experts_of_other_ranks(frozen: str, data: Path, cache: Path, tmp_path: Path) -> None:
     base = write_base(cache, tmp_path / "base", family="qwen3_moe")

@@ -5,6 +5,7 @@ are cells of the conformance suite."""
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -411,6 +412,24 @@ def refused_forward(model: Any) -> str:
     with pytest.raises(liger_dist.LigerDistError) as caught:
         model(**make_batch(dist.get_rank()))
     return str(caught.value)
+
+
+@pytest.mark.parametrize("frozen", ["shard", "replicate"])
+def test_explain_counts_the_experts_of_a_rank(frozen: str, workers_2: Workers) -> None:
+    """In what replicated weights cost: half of the experts, and all else that is frozen."""
+    for found, expected in workers_2.run(cost_of_frozen, frozen):
+        assert found == pytest.approx(expected, rel=2e-2)
+
+
+def cost_of_frozen(frozen: str) -> tuple[float, float]:
+    model = with_lora(make_model("qwen3_moe", dtype=torch.float32))
+    values = {name: p.numel() * 4 for name, p in model.named_parameters() if "lora_" not in name}
+    experts = sum(size for name, size in values.items() if ".experts." in name)
+    sharded(model, frozen=frozen)
+    row = liger_dist.explain(model).sharding["frozen weights"]
+    shown = re.search(r"([\d.e-]+) GiB" if frozen == "replicate" else r"replicated: ([\d.e-]+)", row)
+    assert shown is not None, row
+    return float(shown[1]) * 2**30, sum(values.values()) - experts / RANKS
 
 
 def changed_activation(experts: nn.Module) -> None:

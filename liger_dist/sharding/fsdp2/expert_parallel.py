@@ -61,6 +61,7 @@ def stacks_of(module: nn.Module) -> list[str]:
 
 
 def num_experts(module: nn.Module) -> int:
+    """Counts the experts of a module, those of other ranks included."""
     return full_shape(module.get_parameter(stacks_of(module)[0]))[0]
 
 
@@ -135,8 +136,8 @@ class ExpertMesh(NamedTuple):
         ranks, names = ranks_of_parameters(mesh)
         axis = names.index("shard")
         names = (*names[: axis + 1], "experts", *names[axis + 1 :])
-        whole = DeviceMesh(mesh.device_type, ranks.unflatten(axis, (-1, size)), mesh_dim_names=names)
-        return cls(whole[names[: axis + 1]], whole["experts"])
+        full = DeviceMesh(mesh.device_type, ranks.unflatten(axis, (-1, size)), mesh_dim_names=names)
+        return cls(full[names[: axis + 1]], full["experts"])
 
 
 @torch.no_grad()
@@ -158,7 +159,7 @@ def keep_own_experts(module: nn.Module, mesh: ExpertMesh, undo: ExitStack) -> No
 
 def average_over_all_ranks(module: Any, size: int) -> None:
     """Averages gradients over all ranks: a rank's experts have the tokens of the ranks of its group, and FSDP2 divides
-    by the number of groups. A factor of ``set_gradient_divide_factor`` takes the place of the average.
+    by the number of groups. A factor of ``set_gradient_divide_factor`` replaces the average.
 
     [Note: A divide factor on one rank] Where a group has one rank, torch divides by the factor when it copies the
     gradient, and once more afterwards where it does not leave the division to the collective: with forced sums, and in

@@ -10,7 +10,7 @@ none, or one all-reduce of one value for ``token_mean="global"``. For a vocab-pa
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -115,8 +115,8 @@ class FSDP2(FullySharded):
     expert_parallel: int = 1
     """Ranks that share the experts of each layer of a mixture; a divisor of the ranks that shard a parameter. Each has
     some of the experts, and tokens are sent to them and back by all-to-alls, in place of all-gathers of the experts;
-    all ranks then have to call the model at the same time. The other ranks that shard a parameter share the same
-    experts as under FSDP2. docs/experts.md says when it pays."""
+    all ranks then have to call the model at the same time. Ranks of other groups that have the same experts shard them
+    as under FSDP2. docs/experts.md has figures."""
 
     float8: Recipe | None = None
     """Compute the decoder's linear layers in float8 by torchao: "tensorwise" (the fastest; float8 all-gathers) or
@@ -164,6 +164,10 @@ class FSDP2(FullySharded):
             here = " or ".join(f"{number // self.expert_parallel} of {number}" for number in numbers)
             found["experts"] = f"{here} of a layer on each rank; tokens are sent to {self.expert_parallel} ranks"
         return found
+
+    def ranks_that_share(self, structure: Structure) -> Mapping[Tensor, int]:
+        apart = self.experts_apart(structure)
+        return {parameter: self.expert_parallel for module in apart for parameter in module.parameters(recurse=False)}
 
     def experts_apart(self, structure: Structure) -> frozenset[nn.Module]:
         """Returns the modules of experts that are in groups apart from those of their layers."""
