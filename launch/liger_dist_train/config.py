@@ -215,11 +215,15 @@ class TrainConfig(TrainOptions):
                 f"--router_bias_rate is {self.router_bias_rate} with --lora_rank {self.lora_rank}, whose checkpoints "
                 "have no biases of routers; leave one of them out."
             )
-        if (self.ep or 1) > 1 and (self.load_in_4bit or not self.layer_kernels):
-            given = "--load_in_4bit true, whose blocks belong to no expert"
-            if not self.load_in_4bit:
-                given = "--layer_kernels false, and only those layers send tokens to other ranks"
-            raise LigerDistError(f"--ep is {self.ep} with {given}; leave one of them out.")
+        if (self.ep or 1) > 1 and self.load_in_4bit:
+            raise LigerDistError(
+                f"--ep is {self.ep} with --load_in_4bit true, whose blocks belong to no expert; leave one of them out."
+            )
+        if (self.ep or 1) > 1 and not self.layer_kernels:
+            raise LigerDistError(
+                f"--ep is {self.ep} with --layer_kernels false, and only those layers send tokens to other ranks; "
+                "leave one of them out."
+            )
 
     def _check_optimizer(self) -> None:
         if self.optimizer == "muon" and (self.lora_rank or self.strategy in ("fsdp1", "deepspeed")):

@@ -5,8 +5,11 @@ are cells of the conformance suite."""
 from __future__ import annotations
 
 import copy
+import gc
 import re
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,7 @@ from torch.distributed.checkpoint import load, save
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
+from transformers import AutoModelForCausalLM
 
 import liger_dist
 from liger_dist.sharding.process_groups import compute_device
@@ -78,6 +82,58 @@ def differing_values(family: str) -> list[str]:
             models.append(full_parameters(sharded(model, expert_parallel=size)))
         found += [f"{name}: {key}" for key, value in models[0].items() if not torch.equal(value, models[1][key])]
     return found
+
+
+def make_deep() -> Any:
+    """Six layers, of whose experts every stack has the same shape and other values."""
+    config = copy.deepcopy(make_model("qwen3_moe").config)
+    config.num_hidden_layers = 6
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(compute_device())
+
+
+def test_experts_that_were_read_in_shards_keep_their_layers(workers_4: Workers, tmp_path: Path) -> None:
+    """All ranks gather the stacks of one layer after the other in one order."""
+    make_deep().save_pretrained(tmp_path)
+    for names in workers_4.run(read_in_shards, tmp_path):
+        assert names == []
+
+
+def read_in_shards(folder: Path) -> list[str]:
+    """Names of parameters that differ from those of the files."""
+    with liger_dist.sharded_loading():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    found = full_parameters(sharded(model))
+    return [name for name, value in make_deep().named_parameters() if not torch.equal(found[name], value.cpu())]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watching(liger_dist.FSDP2):
+    """Counts the full stacks that are still in memory when all parameters are sharded."""
+
+    full: list[weakref.ref[Any]] = field(default_factory=list, compare=False, repr=False)
+    alive: list[int] = field(default_factory=list, compare=False, repr=False)
+
+    def keep_full(self, root: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
+        gc.collect()
+        self.alive.append(sum(reference() is not None for reference in self.full))
+        super().keep_full(root, parameters)
+
+
+def test_full_stacks_are_freed_while_the_model_is_sharded(workers_2: Workers) -> None:
+    for before, after in workers_2.run(held_stacks):
+        assert before == 12
+        assert after == 0
+
+
+def held_stacks() -> tuple[int, int]:
+    model = make_deep()
+    stacks = [p for name, p in model.named_parameters() if ".experts." in name]
+    strategy = Watching(expert_parallel=RANKS, full=[weakref.ref(p) for p in stacks])
+    del stacks
+    before = sum(reference() is not None for reference in strategy.full)
+    liger_dist.wrap(model, strategy)
+    return before, strategy.alive[0]
 
 
 @pytest.mark.parametrize("sizes", [(1, RANKS), (RANKS, 1)], ids=["onto ranks", "off ranks"])
@@ -460,6 +516,11 @@ def patched(model: Any) -> Any:
     return model
 
 
+def with_another_parameter(model: Any) -> Any:
+    model.model.layers[1].mlp.experts.scale = nn.Parameter(on_device.ones(16))
+    return model
+
+
 def with_peft_alone(model: Any) -> Any:
     peft = pytest.importorskip("peft")
     settings = peft.LoraConfig(target_parameters=["mlp.experts.down_proj"], r=2, target_modules=["q_proj"])
@@ -483,6 +544,7 @@ def add_adapter(model: Any, settings: Any) -> Any:
         ("qwen3_moe", {"expert_parallel": True}, None, "expert_parallel is True; expected a number of ranks"),
         ("llama", {}, None, "no decoder layer of this LlamaForCausalLM has experts in one parameter"),
         ("qwen3_moe", {}, patched, "it is computed by its own code (its forward has been patched on the instance)"),
+        ("qwen3_moe", {}, with_another_parameter, "scale of a Qwen3MoeExperts has the shape (16,), expected one part"),
         ("qwen3_moe", {}, with_peft_alone, "LoRA on it is added by PEFT ("),
     ],
 )

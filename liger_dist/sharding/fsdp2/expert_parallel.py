@@ -50,7 +50,8 @@ def ranks_of_experts(module: nn.Module) -> RanksOfExperts | None:
 
 
 def experts_of(structure: Structure) -> Iterator[nn.Module]:
-    """Yields the modules of experts of the decoder's layers, which all ranks call in each forward, once each."""
+    """Yields the modules of experts of the decoder's layers, which all ranks call in each forward, once each, in an
+    order that all ranks share."""
     layers = (*structure.layers, *structure.prediction_layers)
     yield from dict.fromkeys(module for layer in layers for module in layer.modules() if is_experts(module))
 
@@ -111,6 +112,12 @@ def check_experts(model: nn.Module, structure: Structure, size: int) -> None:
                 "belong to no expert; leave it out (FSDP2 shards their bytes)."
             )
         count = num_experts(module)
+        for name, parameter in module.named_parameters(recurse=False):
+            if full_shape(parameter)[:1] != (count,):
+                raise LigerDistError(
+                    f"expert_parallel is {size} but {name} of a {type(module).__name__} has the shape "
+                    f"{full_shape(parameter)}, expected one part for each of {count} experts; leave it out."
+                )
         if count % size:
             raise LigerDistError(
                 f"expert_parallel is {size} but a {type(module).__name__} has {count} experts; choose a divisor of "
@@ -142,7 +149,7 @@ class ExpertMesh(NamedTuple):
 
 @torch.no_grad()
 def keep_own_experts(module: nn.Module, mesh: ExpertMesh, undo: ExitStack) -> None:
-    """Replaces the full stacks of a module by this rank's experts, and says so on the module."""
+    """Replaces the full stacks of a module by this rank's experts, for good, and says so on the module."""
     ranks = RanksOfExperts(mesh.experts.get_group(), num_experts(module) // mesh.experts.size())
     for name in stacks_of(module):
         full: Any = module._parameters[name]
@@ -151,7 +158,6 @@ def keep_own_experts(module: nn.Module, mesh: ExpertMesh, undo: ExitStack) -> No
         stack = DTensor.from_local(
             own, mesh.experts, [Shard(0)], run_check=False, shape=full.shape, stride=full.stride()
         )
-        undo.callback(module._parameters.__setitem__, name, full)
         module._parameters[name] = nn.Parameter(stack, requires_grad=full.requires_grad)
     vars(module)[_RANKS] = ranks
     undo.callback(vars(module).pop, _RANKS, None)

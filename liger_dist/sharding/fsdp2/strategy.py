@@ -169,9 +169,9 @@ class FSDP2(FullySharded):
         apart = self.experts_apart(structure)
         return {parameter: self.expert_parallel for module in apart for parameter in module.parameters(recurse=False)}
 
-    def experts_apart(self, structure: Structure) -> frozenset[nn.Module]:
+    def experts_apart(self, structure: Structure) -> tuple[nn.Module, ...]:
         """Returns the modules of experts that are in groups apart from those of their layers."""
-        return frozenset(experts_of(structure) if self.expert_parallel > 1 else ())
+        return tuple(experts_of(structure)) if self.expert_parallel > 1 else ()
 
     @property
     def shards_sequences(self) -> bool:
