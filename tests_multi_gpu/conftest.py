@@ -64,7 +64,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     calls = repeated_calls(config)
     if calls:
         terminalreporter.section(
-            f"{len(calls)} calls that were repeated after a signal; more than {MOST_REPEATED} fail"
+            f"{len(calls)} calls that were repeated; more than {MOST_REPEATED} fail"
         )
         for call in calls:
             terminalreporter.write_line(call)

@@ -55,6 +55,34 @@ def test_other_signals_are_no_signals_of_gloo(counted: list[str], workers_2: Wor
     assert not counted
 
 
+def fail_with(words: str, marker: Path, times: int) -> int:
+    """Rank 1 raises in the first calls, and counts them in a file."""
+    calls = int((marker.read_text() if marker.exists() else "") or 0)
+    if os.environ["RANK"] == "1" and calls < times:
+        marker.write_text(str(calls + 1))
+        raise RuntimeError(words)
+    return calls
+
+
+@pytest.mark.parametrize("words", harness.OF_MEMORY)
+def test_an_error_of_memory_is_like_a_signal(
+    words: str, counted: list[str], workers_2: Workers, tmp_path: Path
+) -> None:
+    assert workers_2.run(fail_with, words, tmp_path / "calls", 1) == [1, 1]
+    assert counted == [f"fail_with: rank 1 failed: RuntimeError: {words}"]
+    counted.clear()
+    with pytest.raises(RuntimeError, match=words):
+        workers_2.run(fail_with, words, tmp_path / "twice", 2)
+    assert len(counted) == 1
+    counted.clear()
+
+
+def test_other_errors_are_raised_at_once(counted: list[str], workers_2: Workers, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="one"):
+        workers_2.run(fail_with, "one", tmp_path / "calls", 1)
+    assert not counted
+
+
 PROGRAM = """
 import signal
 
@@ -84,6 +112,6 @@ def test_the_summary_names_repeated_calls_and_many_fail(number: int, status: int
         check=False,
     )
     assert done.returncode == status, done.stdout[-3000:] + done.stderr[-3000:]
-    assert f"{number} calls that were repeated after a signal; more than 2 fail" in done.stdout
+    assert f"{number} calls that were repeated; more than 2 fail" in done.stdout
     assert "test_repeated.py::test_it[0]: end_by: rank 1 failed: the process died, exit code -11" in done.stdout
     assert f"{number} passed" in done.stdout
