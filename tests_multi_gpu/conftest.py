@@ -63,9 +63,7 @@ def pytest_runtest_makereport() -> Iterator[None]:
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     calls = repeated_calls(config)
     if calls:
-        terminalreporter.section(
-            f"{len(calls)} calls that were repeated; more than {MOST_REPEATED} fail"
-        )
+        terminalreporter.section(f"{len(calls)} calls that were repeated; more than {MOST_REPEATED} fail")
         for call in calls:
             terminalreporter.write_line(call)
 

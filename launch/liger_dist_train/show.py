@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -26,6 +27,8 @@ from .tokenization import Encoder, Tokenization
 
 READ = 256
 """rows of a source that are looked at"""
+CHECKED, CHECKED_CHARACTERS = 64, 2**18
+"""rows of a source that a run looks at, and their characters: after the row that has the last of these it goes on"""
 COUNTED, NOT_COUNTED, BORDER, RESET = "\x1b[32m", "\x1b[2m", "\x1b[1m", "\x1b[0m"
 """of a terminal"""
 
@@ -48,12 +51,16 @@ class ShownRow:
     """why it is bad"""
 
 
-def first_rows(source: Source, encoder: Encoder, config: TrainConfig, most: int = READ) -> Iterator[ShownRow]:
-    """Encodes the first rows of a source. A long text is as many as it has parts."""
+def first_rows(
+    source: Source, encoder: Encoder, config: TrainConfig, most: int = READ, characters: float = math.inf
+) -> Iterator[ShownRow]:
+    """Encodes the first rows of a source, ``most`` of them and one with the last of ``characters`` at most. A long text
+    is as many as it has parts."""
     read: list[dict[str, Any]] = []
     for row in read_rows(source.iter_parts(2**22)):
         read.append(row)
-        if len(read) == most:
+        characters -= len(row["text"] or "") + len(str(row["values"]))
+        if len(read) == most or characters <= 0:
             break
     if not read:
         return
@@ -84,7 +91,7 @@ def check_first_rows(config: TrainConfig, tokenization: Tokenization) -> None:
     def look() -> None:
         encoder = tokenization.encoder()
         for name in config.data:
-            rows = first_rows(found_source(name, config), encoder, config, most=64)
+            rows = first_rows(found_source(name, config), encoder, config, CHECKED, CHECKED_CHARACTERS)
             bad = [(row.file, row.at, row.reason) for row in rows if row.reason is not None]
             if len(bad) > config.max_bad_rows:
                 raise LigerDistError(describe_bad_rows(bad, config.max_bad_rows))

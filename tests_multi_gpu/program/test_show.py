@@ -115,6 +115,18 @@ def test_bad_rows_are_refused_before_a_model_is_built(
         train(config)
 
 
+@pytest.mark.parametrize("text", ["word " * 60_000, "word " * 40_000])
+def test_long_rows_are_not_tokenized_twice(
+    text: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After so many characters a run goes on and leaves a bad row to the tokenization."""
+    config = config_for(write(tmp_path / "rows.jsonl", [{"text": text}, *ROWS]), cache, tmp_path / "run")
+    is_long = len(text) > 2**18
+    monkeypatch.setattr("liger_dist_train.run.make_engine", lambda *_: (_ for _ in ()).throw(KeyError("a model")))
+    with pytest.raises(KeyError if is_long else LigerDistError, match="a model" if is_long else "line 4 has the role"):
+        train(config)
+
+
 def test_nothing_is_evaluated_or_held_out(data: Path, cache: Path, tmp_path: Path) -> None:
     train(config_for(data, cache, tmp_path / "run", eval_every=0, steps=1))
     assert not any("eval_loss" in row for row in metrics_of(tmp_path / "run"))
