@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 
 from liger_dist import LigerDistError
 
-from .conversations import REASONING, ROLES, BadRowError, is_learned
+from .conversations import LEARNS, REASONING, ROLES, BadRowError, is_learned
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """of templates that mark the answers themselves"""
@@ -26,7 +27,8 @@ class ChatTemplate:
     """A tokenizer's chat template.
 
     Args:
-        train_on: "assistant" for every answer of a conversation, "last_turn" for the last one alone.
+        train_on: "assistant" for every answer of a conversation, "last_turn" for the last one alone, "all" for all that
+            the template writes but answers that are marked as not to be learned.
         variables: what the template is given beside the conversation, such as ``enable_thinking``.
 
     An answer begins where generation would, and ends with the token that ends a turn: see [Note: End of a turn].
@@ -44,10 +46,11 @@ class ChatTemplate:
         self._marks_answers = bool(GENERATION.search(str(tokenizer.chat_template)))
 
     def answers(self, turns: Turns, tools: Any, first: int = 0) -> tuple[str, list[Span]]:
-        """Renders a conversation; returns the text, and the answers in it that are learned.
+        """Renders a conversation; returns the text, and the answers in it that are learned, for "all" those that are
+        not.
 
         Args:
-            first: turns before it are not learned.
+            first: answers before it are not learned, for "all" they are.
 
         Raises:
             BadRowError: the template refuses the conversation, or where the answers stand is not known.
@@ -56,9 +59,13 @@ class ChatTemplate:
             raise BadRowError("holds chat turns but the tokenizer has no chat template; give --chat_template FILE")
         turns = self._as_the_template_has(turns)
         answers = [index for index, turn in enumerate(turns) if turn["role"] == "assistant"]
-        learned = [index for index in answers if index >= first and is_learned(turns[index], index)]
+        marked = {index for index in answers if is_learned(turns[index], index)}
+        self._refuse_marks_elsewhere(turns)
+        learned = [index for index in answers if index >= first and index in marked]
         if self._train_on == "last_turn":
             learned = [index for index in learned if index == answers[-1]]
+        if self._train_on == "all":
+            learned = [index for index in answers if index not in marked]
         if self._marks_answers:
             text, spans = self._marked(turns, tools, answers, learned)
         else:
@@ -84,9 +91,10 @@ class ChatTemplate:
         source, found = str(self._tokenizer.chat_template), []
         for index, turn in enumerate(turns):
             role = turn["role"]
-            if role not in ROLES and role not in source:
+            is_in_template = re.search(rf"""['"]{re.escape(role)}['"]""", source) is not None
+            if role not in ROLES and not is_in_template:
                 raise BadRowError(f"has the role {role!r} in turn {index}; expected one of {', '.join(ROLES)}")
-            turn = turn | {"role": "system"} if role == "developer" and role not in source else dict(turn)
+            turn = turn | {"role": "system"} if role == "developer" and not is_in_template else dict(turn)
             if "reasoning_content" in turn:
                 name = next((name for name in REASONING if name in source), REASONING[0])
                 turn[name] = turn.pop("reasoning_content")
@@ -96,6 +104,20 @@ class ChatTemplate:
                 turn["tool_calls"] = [_with_text_arguments(one) if is_text else one for one in turn["tool_calls"]]
             found.append(turn)
         return found
+
+    def _refuse_marks_elsewhere(self, turns: Turns) -> None:
+        """Raises:
+        BadRowError: a turn that is no answer is marked as learned where answers alone are, or as not learned where all
+            turns are.
+        """
+        is_all = self._train_on == "all"
+        for index, turn in enumerate(turns):
+            marks = [name for name in LEARNS if name in turn and turn["role"] != "assistant"]
+            if marks and is_learned(turn, index) != is_all:
+                raise BadRowError(
+                    f"has {turn[marks[0]]!r} for {marks[0]!r} of turn {index} ({turn['role']}), which --train_on "
+                    f"{self._train_on} {'learns' if is_all else 'does not learn'}; take it out of the row"
+                )
 
     def _refuse_left_out(self, turns: Turns, tools: Any, text: str, spans: dict[int, Span]) -> None:
         """Refuses a row of which the template leaves something out.
@@ -111,22 +133,26 @@ class ChatTemplate:
         for name in _names_of_tools(tools):
             if name not in text:
                 raise BadRowError(f"has the tool {name!r}, which the chat template leaves out; {NO_FIELD}")
+        answers = [index for index, turn in enumerate(turns) if turn["role"] == "assistant"]
         for index, turn in enumerate(turns):
             written = text[slice(*spans[index])] if index in spans else text
             is_answer = turn["role"] == "assistant"
             fields = [("content", _answer(turn) if is_answer else turn.get("content") or "")]
             if index in spans and not any(turn.get(name) for name in ("content", "tool_calls", *REASONING)):
                 raise BadRowError(f"has an empty answer in turn {index}; fill it, or give it the weight 0")
-            fields += [("reasoning", turn[name]) for name in REASONING if name in turn and index in spans]
+            if index in spans:
+                fields += [("reasoning", turn[name]) for name in REASONING if name in turn]
+                fields += [("reasoning", _reasoning(turn))]
             for call in turn.get("tool_calls", ()):
                 function = call["function"]
                 fields.append(("tool_calls", function["name"]))
                 fields += [("tool_calls", value) for value in _leaves(function["arguments"])]
             for field, value in fields:
+                is_history = field == "reasoning" and index != answers[-1]
                 if not _is_written(value, written, is_data=turn["role"] == "tool"):
                     raise BadRowError(
                         f"has {field} in turn {index} ({turn['role']}) that the chat template leaves out or changes: "
-                        f"{str(value)[:80]!r}; {NO_FIELD}"
+                        f"{str(value)[:80]!r}; {'--train_on last_turn, ' if is_history else ''}{NO_FIELD}"
                     )
 
     @cached_property
@@ -172,16 +198,18 @@ class ChatTemplate:
             raise BadRowError(f"is refused by the chat template: {error}") from error
         return text
 
-    def refuse_special_tokens(self, turns: Turns) -> None:
+    def refuse_special_tokens(self, turns: Turns, tools: Any) -> None:
         """Raises:
-        BadRowError: a content has a special token, which could not be told from those of the template.
+        BadRowError: something that the row has for the template has a special token, which could not be told from those
+            of the template.
         """
-        for index, turn in enumerate(turns):
-            found = self._special.search(turn.get("content") or "")
+        given = [(f"{name} of turn {index}", value) for index, turn in enumerate(turns) for name, value in turn.items()]
+        for where, value in (*given, ("tools", tools)):
+            found = next(filter(None, map(self._special.search, _texts(value))), None)
             if found is not None:
                 raise BadRowError(
-                    f"has the special token {found.group()!r} in the content of turn {index}, which would end or begin "
-                    "a turn there; take it out, or leave --split_special_tokens out to read it as such"
+                    f"has the special token {found.group()!r} in the {where}, which would end or begin a turn there; "
+                    "take it out, or leave --split_special_tokens out to read it as such"
                 )
 
     def end_of_turn(self) -> str | None:
@@ -309,6 +337,12 @@ def _answer(turn: dict[str, Any]) -> str:
     return content.split(END_OF_REASONING)[-1].strip()
 
 
+def _reasoning(turn: dict[str, Any]) -> str:
+    """The reasoning at the beginning of a turn's content."""
+    before, end, _ = (turn.get("content") or "").rpartition(END_OF_REASONING)
+    return str(before.strip().removeprefix("<think>").strip()) if end else ""
+
+
 def _in_parts(turns: Turns) -> Turns:
     return [
         turn | {"content": [{"type": "text", "text": turn["content"]}]}
@@ -340,6 +374,18 @@ def _leaves(value: Any) -> list[Any]:
     if isinstance(value, list):
         return [leaf for item in value for leaf in _leaves(item)]
     return [value]
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yields every text in a value, the names of its fields among them."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            yield from (*_texts(name), *_texts(item))
+    elif isinstance(value, list):
+        for item in value:
+            yield from _texts(item)
 
 
 def _is_written(value: Any, text: str, *, is_data: bool) -> bool:

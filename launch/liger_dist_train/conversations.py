@@ -88,18 +88,17 @@ def _checked(given: Any, index: int) -> dict[str, Any]:
     turn: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if turn["role"] == "function":
         turn["role"] = "tool"
+    in_parts = ""
     if isinstance(turn.get("content"), list):
         parts = [part for part in turn["content"] if not _is_reasoning(part)]
-        reasoning = "".join(part["thinking"] for part in turn["content"] if _is_reasoning(part))
+        in_parts = "".join(part["thinking"] for part in turn["content"] if _is_reasoning(part))
         turn["content"] = "".join(_text_of_part(part, index) for part in parts)
-        turn |= {"reasoning_content": reasoning} if reasoning else {}
-    for name in REASONING[1:]:
-        if name in turn:
-            turn["reasoning_content"] = turn.pop(name)
-    if not turn.get("reasoning_content", True):
-        del turn["reasoning_content"]
-    if not isinstance(turn.get("reasoning_content", ""), str):
-        raise BadRowError(f"has {turn['reasoning_content']!r} for the reasoning of turn {index}; expected text")
+    reasoning = [text for text in (in_parts, *(turn.pop(name, None) for name in REASONING)) if text]
+    if any(text != reasoning[0] for text in reasoning):
+        raise BadRowError(f"has {len(reasoning)} texts for the reasoning of turn {index}; expected one of {REASONING}")
+    if not all(isinstance(text, str) for text in reasoning):
+        raise BadRowError(f"has {reasoning[0]!r} for the reasoning of turn {index}; expected text")
+    turn |= {"reasoning_content": reasoning[0]} if reasoning else {}
     calls = _calls_of(turn, index)
     turn |= {"tool_calls": calls} if calls else {}
     if "refusal" in turn and not turn.get("content"):
@@ -138,7 +137,8 @@ def _calls_of(turn: dict[str, Any], index: int) -> list[dict[str, Any]]:
         name = function.get("name") if isinstance(function, dict) else None
         if not isinstance(name, str):
             raise BadRowError(f"has {one!r} among the tool_calls of turn {index}; expected the name of a function")
-        arguments = function.get("arguments", function.get("parameters", {}))
+        names = ("arguments", "parameters")
+        arguments: Any = next((place[key] for place in (function, one) for key in names if key in place), {})
         if isinstance(arguments, str):
             arguments = _parsed(arguments or "{}", f"the arguments of {name}", index)
         if not isinstance(arguments, dict):

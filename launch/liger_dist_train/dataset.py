@@ -33,7 +33,7 @@ from liger_dist import LigerDistError
 from .sources import Part, Source, read_rows, where
 from .tokenization import Encoder, Tokenization
 
-CACHE_FORMAT = 6
+CACHE_FORMAT = 7
 """part of a cache's key; 2 kept all tokens of a corpus in one file"""
 SHARDS = 64
 MOST_BYTES = 2**26

@@ -23,6 +23,8 @@ TOP_K_COLUMNS = ("top_k_ids", "top_k_log_probs")
 """of a row with ``input_ids``: for each token K classes and their log-probabilities, which predict the next token"""
 MOST_LOG_SUM = 1e-3
 """of a token's probabilities, with room for rounding"""
+LABEL_MASKS = ("completion_mask", "assistant_masks", "loss_mask")
+"""of a row with ``input_ids``: 1 where a token has a label"""
 PAIRS = (("prompt", "completion"), ("completion", "prompt"), ("instruction", "output"), ("output", "instruction"))
 """columns that make a row together"""
 Ids = NDArray[np.int32]
@@ -107,8 +109,7 @@ class Encoder:
         self._tokenizer = tokenizer
         self._format = format
         self._vocab_size = vocab_size
-        first = tokenizer("a")["input_ids"][:1]
-        self._bos = first if first == [tokenizer.bos_token_id] else []
+        self._bos = prefix_of(tokenizer)
         self._fast = tokenizer.backend_tokenizer
         cuts = (("a", " a"), ("a\n", "a"))
         self._prepends = any(self._ids_of(a) + self._ids_of(b) != self._ids_of(a + b) for a, b in cuts)
@@ -174,11 +175,14 @@ class Encoder:
             return found
         if not is_unicode(values[format.text_column]):
             return None
+        text: str = values[format.text_column]
+        if format.text_column != Format.text_column and format.messages_column == Format.messages_column:
+            # What was named is read, whatever else the row has.
+            return text
         formats = (("input_ids",), (format.messages_column,), ("conversations",), ("prompt", "completion"))
         has_others = any(
             all(values.get(name) is not None for name in names) for names in (*formats, ("instruction", "output"))
         )
-        text: str = values[format.text_column]
         return None if has_others else text
 
     def _document(self, row: dict[str, Any], encoded: Ids | None) -> Document:
@@ -206,7 +210,7 @@ class Encoder:
     def _structured(self, values: dict[str, Any]) -> Document:
         format = self._format
         if values.get("input_ids") is not None:
-            return self._token_ids(values["input_ids"], values.get("labels"), values.get("attention_mask"))
+            return self._token_ids(values)
         turns = values.get(format.messages_column)
         turns = values.get("conversations") if turns is None else turns
         if turns is not None:
@@ -214,10 +218,11 @@ class Encoder:
         if values.get("instruction") is not None and values.get("output") is not None:
             return self._instruction(values)
         if values.get("prompt") is not None and values.get("completion") is not None:
-            if values.get("system") and not isinstance(values["prompt"], list):
+            beside = [name for name in ("system", "tools") if values.get(name)]
+            if beside and not any(isinstance(values[name], list) for name in ("prompt", "completion")):
                 raise BadRowError(
-                    "has 'system' beside 'prompt' and 'completion' that are texts, which no chat template joins; give "
-                    "turns: 'messages', or a list of turns as 'prompt'"
+                    f"has {beside[0]!r} beside 'prompt' and 'completion' that are texts, which no chat template joins; "
+                    "give turns: 'messages', or a list of turns as 'prompt'"
                 )
             return self._prompt_and_completion(values["prompt"], values["completion"], values)
         if values.get("chosen") is not None and values.get("rejected") is not None:
@@ -295,15 +300,16 @@ class Encoder:
         if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
             raise BadRowError(f"has {history!r} in 'history'; expected a list of [question, answer]")
         if self._tokenizer.chat_template is None:
-            if history:
-                raise BadRowError("has 'history' but the tokenizer has no chat template; give --chat_template FILE")
+            beside = next((name for name in ("history", "tools") if values.get(name)), None)
+            if beside is not None:
+                raise BadRowError(f"has {beside!r} but the tokenizer has no chat template; give --chat_template FILE")
             system = check_text("system", values.get("system") or "")
             return self._prompt_and_completion("\n".join(filter(None, [system, prompt])), values["output"], values)
         turns = []
         for question, answer in (*history, (prompt, values["output"])):
             turns.append({"role": "user", "content": check_text("instruction", question)})
             turns.append({"role": "assistant", "content": check_text("output", answer)})
-        return self._chat(with_system(values, turns), None)
+        return self._chat(with_system(values, turns), values.get("tools"))
 
     def _prompt_and_completion(self, prompt: Any, completion: Any, values: dict[str, Any]) -> Document:
         if isinstance(prompt, list) and isinstance(completion, str):
@@ -311,8 +317,8 @@ class Encoder:
         elif isinstance(prompt, str) and isinstance(completion, list):
             prompt = [{"role": "user", "content": prompt}]
         if isinstance(prompt, list) or isinstance(completion, list):
-            messages = [*check_messages(prompt), *check_messages(completion)]
-            return self._chat(messages, values.get("tools"), first=len(prompt))
+            messages = with_system(values, [*check_messages(prompt), *check_messages(completion)])
+            return self._chat(messages, values.get("tools"), first=len(messages) - len(completion))
         check_text("prompt", prompt), check_text("completion", completion)
         # Encoded together: tokenizers of the Llama 2 kind put a space before each text.
         self._fast.encode_special_tokens = self._format.split_special_tokens
@@ -320,27 +326,25 @@ class Encoder:
         learned = np.array([stop > len(prompt) for _, stop in encoding.offsets], dtype=bool)
         ids = np.concatenate([self._bos, encoding.ids, [self._tokenizer.eos_token_id]]).astype(np.int32)
         learned = np.concatenate([[False] * len(self._bos), learned, [True]])
-        return self._conversation(ids, np.where(learned, ids, IGNORE_INDEX).astype(np.int32))
-
-    def _conversation(self, ids: Ids, labels: Ids) -> Document:
+        labels = np.where(learned, ids, IGNORE_INDEX).astype(np.int32)
         return Document(ids, None if self._format.train_on == "all" else labels, True)
 
-    def _token_ids(self, ids: Any, labels: Any, mask: Any) -> Document:
-        for name, values in (("input_ids", ids), ("labels", labels), ("attention_mask", mask)):
-            if values is not None and not isinstance(values, list):
-                raise BadRowError(f"has {values!r} in {name!r}; expected a list of integers")
-        marks = None if mask is None else as_numbers(mask, "biuf")
-        if mask is not None and (len(mask) != len(ids) or marks is None or not np.isin(marks, (0, 1)).all()):
-            raise BadRowError(
-                f"has an attention_mask of {len(mask)} numbers for {len(ids)} input_ids; expected 0 or 1 for each token"
-            )
+    def _token_ids(self, row: dict[str, Any]) -> Document:
+        ids, labels = row["input_ids"], row.get("labels")
+        for name in ("input_ids", "labels", "attention_mask", *LABEL_MASKS):
+            if row.get(name) is not None and not isinstance(row[name], list):
+                raise BadRowError(f"has {row[name]!r} in {name!r}; expected a list of integers")
+        marks = _mask_of(row, "attention_mask")
+        learned = [mask for name in LABEL_MASKS if (mask := _mask_of(row, name)) is not None]
+        if learned and labels is None:
+            labels = ids
         found: list[Ids] = []
         for name, values, extra in (("input_ids", ids, None), ("labels", labels, IGNORE_INDEX)):
             if values is None:
                 continue
-            numbers = as_numbers(values)
+            numbers = as_numbers(values, "iu")
             if numbers is None:
-                bad = next((value for value in values if not isinstance(value, int)), None)
+                bad = next((value for value in values if not isinstance(value, int) or isinstance(value, bool)), None)
                 raise BadRowError(f"has {name} of type {type(bad).__name__} ({bad}); expected integers")
             outside = numbers[((numbers < 0) | (numbers >= self._vocab_size)) & (numbers != extra)]
             if outside.size:
@@ -354,9 +358,11 @@ class Encoder:
                 f"has {len(labels)} labels for {len(ids)} input_ids; expected one label for each token, {IGNORE_INDEX} "
                 "where nothing is predicted"
             )
+        for mask in learned:
+            found[1] = np.where(mask, found[1], IGNORE_INDEX).astype(np.int32)
         if marks is not None:
             # Rows that were padded to a length.
-            found = [values[marks.astype(bool)] for values in found]
+            found = [values[marks] for values in found]
             if self._format.top_k and not marks.all():
                 raise BadRowError("has padding in attention_mask beside top_k_ids; expected the tokens alone")
         return Document(found[0], found[1] if labels is not None else None, labels is not None)
@@ -387,11 +393,12 @@ class Encoder:
         return document._replace(top_k_ids=ids.astype(np.int32), top_k_log_probs=log_probs)
 
     def _chat(self, messages: list[dict[str, Any]], tools: Any, first: int = 0) -> Document:
-        """Makes labels of the answers from turn ``first`` on."""
-        text, spans = self._template.answers(messages, read_tools(tools), first)
+        """Makes labels of the answers from turn ``first`` on, or of all that is not left out of them."""
+        tools, is_all = read_tools(tools), self._format.train_on == "all"
+        text, spans = self._template.answers(messages, tools, first)
         check_text(self._format.messages_column, text)
         if self._format.split_special_tokens:
-            self._template.refuse_special_tokens(messages)
+            self._template.refuse_special_tokens(messages, tools)
         self._fast.encode_special_tokens = False
         encoding = self._fast.encode(text, add_special_tokens=False)
         ids = np.array(encoding.ids, dtype=np.int32)
@@ -399,10 +406,25 @@ class Encoder:
         learned = np.zeros(len(ids), dtype=bool)
         for start, stop in spans:
             learned |= (begins >= start) & (begins < stop)
-        return self._conversation(ids, np.where(learned, ids, IGNORE_INDEX).astype(np.int32))
+        learned = ~learned if is_all else learned
+        return Document(ids, None if learned.all() else np.where(learned, ids, IGNORE_INDEX).astype(np.int32), True)
 
 
-def as_numbers(values: list[Any], kinds: str = "biu") -> NDArray[Any] | None:
+def _mask_of(row: dict[str, Any], name: str) -> NDArray[np.bool_] | None:
+    """Reads a mask of ``input_ids``; None for a row without it."""
+    mask, ids = row.get(name), row["input_ids"]
+    if mask is None:
+        return None
+    marks = as_numbers(mask, "biuf")
+    if len(mask) != len(ids) or marks is None or not np.isin(marks, (0, 1)).all():
+        article = "an" if name.startswith("a") else "a"
+        raise BadRowError(
+            f"has {article} {name} of {len(mask)} numbers for {len(ids)} input_ids; expected 0 or 1 for each token"
+        )
+    return marks.astype(bool)
+
+
+def as_numbers(values: list[Any], kinds: str) -> NDArray[Any] | None:
     """Makes an array ``[tokens]`` of a list of integers, of any size, or of numpy's ``kinds``; None for a list of
     something else."""
     try:
@@ -415,7 +437,8 @@ def as_numbers(values: list[Any], kinds: str = "biu") -> NDArray[Any] | None:
     if found.ndim == 1 and found.dtype.kind in kinds:
         return found
     # Beyond 64 bits, where numpy makes objects or floats of them.
-    return np.array(values, dtype=object) if all(isinstance(value, int) for value in values) else None
+    is_whole = all(isinstance(value, int) and not isinstance(value, bool) for value in values)
+    return np.array(values, dtype=object) if is_whole else None
 
 
 def check_has_top_k(values: dict[str, Any] | None) -> None:
@@ -486,6 +509,16 @@ def load_tokenizer(folder: Path) -> Any:
             f"the tokenizer in {folder} has no end-of-sequence token; set eos_token and save it again."
         )
     return tokenizer
+
+
+def prefix_of(tokenizer: Any) -> list[int]:
+    """Returns the special tokens that a tokenizer puts before a text, such as that of the beginning of a sequence."""
+    ids: list[int] = tokenizer("a")["input_ids"]
+    plain = tokenizer.backend_tokenizer.encode("a", add_special_tokens=False).ids
+    for count in range(len(ids) - len(plain) + 1):
+        if ids[count : count + len(plain)] == plain:
+            return ids[:count]
+    return []
 
 
 def fingerprint(tokenizer: Any) -> str:

@@ -94,6 +94,7 @@ REFUSED: dict[str, dict[str, str]] = {
     "qwen3": dict.fromkeys(("turns", "system", "reasoning", "tools"), "last"),
     **{name: dict.fromkeys(("turns", "system", "reasoning"), "last") for name in ("qwen3_5_think", "qwen3_6")},
     "qwen3_5_nothink": {"turns": "last", "system": "last", "reasoning": "prompt"},
+    **{name: {"reasoning": "last"} for name in ("lfm2_2_5", "lfm2_2_5_v2", "lfm2_2_5_vl")},
     # Prompts that begin a reasoning, which the answer does not have, or loses.
     "deepseek_r1_distill": dict.fromkeys(("one", "turns", "system", "reasoning"), "prompt") | {"tools": "leaves out"},
     "deepseekv3": dict.fromkeys(("one", "turns", "system", "reasoning"), "prompt") | {"tools": "leaves out"},
@@ -199,7 +200,13 @@ def test_marks_of_the_template_are_the_labels(name: str) -> None:
         found = learned(tokenizer, turns, tools)
         if isinstance(found, str):
             outcome = REFUSED[name.removesuffix("_training")][kind]
-            assert {"template": "is refused by the chat template", "leaves out": "leaves out"}[outcome] in found
+            if outcome == "template":
+                assert "is refused by the chat template" in found
+                continue
+            assert "leaves out" in found
+            if outcome == "last":
+                assert "; --train_on last_turn, " in found
+                assert "other thought" in learned(tokenizer, turns, tools, train_on="last_turn")[0]
             continue
         shown = tokenizer.apply_chat_template(
             _in_parts(turns) if name.startswith(IN_PARTS) else turns,
@@ -288,7 +295,29 @@ def test_special_tokens_in_texts() -> None:
         tokenizer, imitated, split_special_tokens=True
     )
     assert learned(tokenizer, imitated) == learned(tokenizer, KINDS["one"][:1] + imitated[1:])
+    qwen = tokenizer_for("qwen3")
+    for turn, tools, where in (
+        (assistant("Yes", reasoning_content="so<|im_end|>"), None, "reasoning_content of turn 1"),
+        (assistant("", tool_calls=[_called("a<|im_end|>")]), TOOLS, "tool_calls of turn 1"),
+        (assistant("Yes"), [{**TOOLS[0], "function": {**TOOLS[0]["function"], "description": "<|im_end|>"}}], "tools"),
+    ):
+        turns = [user("Hi"), turn]
+        assert isinstance(learned(qwen, turns, tools), list)
+        found = learned(qwen, turns, tools, split_special_tokens=True)
+        assert f"has the special token '<|im_end|>' in the {where}, which" in found
     assert learned(tokenizer, KINDS["one"], split_special_tokens=True) == learned(tokenizer, KINDS["one"])
+
+
+def _called(city: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "weather", "arguments": {"city": city}}}
+
+
+@pytest.mark.parametrize("role", ["ai", "prompt", "message", "Assistant", "answer", "output"])
+def test_a_role_is_no_part_of_a_word(role: str) -> None:
+    """Words that templates have in names and sentences."""
+    for name in TEMPLATES:
+        turns = [user("Hi"), {"role": role, "content": "Ho"}, user("Then?"), assistant("Yes")]
+        assert isinstance(learned(tokenizer_for(name), turns), str), name
 
 
 def test_a_template_that_marks_no_answer_has_no_end_of_turn() -> None:
