@@ -242,7 +242,7 @@ class Checkpoints:
         for name, value in expected.items():
             if found.get(name) != value:
                 raise LigerDistError(
-                    f"the checkpoint {path} was written with {_difference(name, found.get(name), value)}. Resume with "
+                    f"the checkpoint {path} was written with {difference(name, found.get(name), value)}. Resume with "
                     f"the same model, tokenizer and seed{', with --ema_decay or without' * (name == 'ema')}, or choose "
                     "another --output_dir."
                 )
@@ -395,8 +395,7 @@ MTP_DEPTH = "mtp_depth"
 
 def describe_model(model_config: Any, tokenization: str, config: TrainConfig, format: str) -> dict[str, Any]:
     """Collects what a checkpoint must share with the run that resumes it."""
-    settings = model_config.get_text_config().to_diff_dict()
-    model = {name: value for name, value in settings.items() if name not in NO_PART_OF_THE_MODEL}
+    model = settings_of(model_config)
     if config.mtp_options is not None:
         model[MTP_DEPTH] = config.mtp_options["depth"]
     lora: dict[str, Any] = {}
@@ -406,13 +405,20 @@ def describe_model(model_config: Any, tokenization: str, config: TrainConfig, fo
         lora |= on_rank_zero(lambda: describe_base(Path(config.model)))
     return {
         "format": format,
-        # As it is when it is read again.
-        "model": json.loads(json.dumps(model, default=str)),
+        "model": model,
         "tokenizer": tokenization,
         "seed": config.seed,
         "lora": lora or None,
         "ema": True if config.ema_decay else None,
     }
+
+
+def settings_of(model_config: Any) -> dict[str, Any]:
+    """Returns the settings that make a model, as they are when they are read again."""
+    settings = model_config.get_text_config().to_diff_dict()
+    kept = {name: value for name, value in settings.items() if name not in NO_PART_OF_THE_MODEL}
+    found: dict[str, Any] = json.loads(json.dumps(kept, default=str))
+    return found
 
 
 def describe_base(folder: Path) -> dict[str, Any]:
@@ -468,7 +474,8 @@ def _remove(path: Path) -> None:
     shutil.rmtree(partial, ignore_errors=True)
 
 
-def _difference(name: str, found: Any, expected: Any) -> str:
+def difference(name: str, found: Any, expected: Any) -> str:
+    """Says what two descriptions have for a name."""
     if isinstance(found, dict) and isinstance(expected, dict):
         keys = [key for key in sorted(found.keys() | expected.keys()) if found.get(key) != expected.get(key)]
         return "another model: " + ", ".join(f"{k} {found.get(k)} instead of {expected.get(k)}" for k in keys[:4])

@@ -21,6 +21,7 @@ from .model import build
 from .optimizer import decayed_parameters, make_optimizer, not_finite
 from .parallel_dims import ParallelDims
 from .safe_pickle import deepspeed_names
+from .sources import json_object
 
 
 class DeepSpeedEngine:
@@ -108,7 +109,7 @@ def deepspeed_settings(config: TrainConfig, dims: ParallelDims) -> dict[str, Any
     """
     path = Path(config.deepspeed or "")
     try:
-        settings = json.loads(path.read_text())
+        settings = json.loads(path.read_text(), object_pairs_hook=json_object)
     except (OSError, ValueError) as error:
         raise LigerDistError(f"--deepspeed {path} cannot be read: {error}; expected DeepSpeed's JSON.") from error
     _check_sections(path, settings)
@@ -149,7 +150,8 @@ def _check_sections(path: Path, settings: Any) -> None:
     stage = settings.get("zero_optimization", {}).get("stage", 0)
     if stage not in (0, 1, 2, 3):
         raise LigerDistError(f"{path} sets the ZeRO stage to {json.dumps(stage)}; expected 0, 1, 2 or 3.")
-    if settings.get("fp16", {}).get("enabled", False):
+    # Transformers writes "auto" for both kinds of 16 bits.
+    if settings.pop("fp16", {}).get("enabled", False) not in (False, "auto"):
         raise LigerDistError(f"{path} enables fp16, which this program has no scaling for; use --dtype bfloat16.")
     for name in ("optimizer", "scheduler"):
         if name in settings:

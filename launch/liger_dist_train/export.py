@@ -26,14 +26,16 @@ from .checkpoint import (
     MTP_DEPTH,
     damage_of,
     describe_base,
+    difference,
     difference_of_bases,
     read_description,
     reason_of,
     refuse_pickles,
+    settings_of,
     steps_in,
 )
 from .config import TrainConfig
-from .model import add_lora, read_weights, weights_dtype
+from .model import add_lora, read_config, read_weights, weights_dtype
 from .model_card import card_of
 from .optimizer import decays, kinds_of
 from .output_folder import set_usual_modes
@@ -215,13 +217,14 @@ def _untie(model: Any) -> None:
         settings.tie_word_embeddings = False
 
 
-def _read_base(path: Path, lora: dict[str, Any], base: Path | None, *, merge: bool) -> Any:
+def _read_base(path: Path, description: dict[str, Any], base: Path | None, *, merge: bool) -> Any:
     """Reads the pretrained model of a checkpoint, and adds LoRA layers without values of the checkpoint. To ``merge``
     them, a base of 4 bits is dequantized.
 
     Raises:
-        LigerDistError: its folder is not there, or has other weights than those that were trained on.
+        LigerDistError: its folder is not there, or has other weights or settings than those that were trained on.
     """
+    lora = description["lora"]
     folder = Path(lora["model"]) if base is None else base
     if not folder.is_dir():
         raise LigerDistError(
@@ -231,11 +234,19 @@ def _read_base(path: Path, lora: dict[str, Any], base: Path | None, *, merge: bo
     # Checkpoints of earlier versions know the folder alone.
     written = lora.get("weights")
     found = describe_base(folder)
-    difference = None if written is None else difference_of_bases(written, found["weights"])
-    if difference is not None:
+    other_weights = None if written is None else difference_of_bases(written, found["weights"])
+    if other_weights is not None:
         raise LigerDistError(
-            f"{folder} is not the base of the LoRA checkpoint {path}: {difference}. Give the folder with those weights "
-            "with --base FOLDER."
+            f"{folder} is not the base of the LoRA checkpoint {path}: {other_weights}. Give the folder with those "
+            "weights with --base FOLDER."
+        )
+    model_settings = {name: value for name, value in description["model"].items() if name != MTP_DEPTH}
+    own = settings_of(read_config(folder))
+    if own != model_settings:
+        raise LigerDistError(
+            f"{folder} is not the base of the LoRA checkpoint {path}: its config.json is of "
+            f"{difference('model', own, model_settings)}. Give the folder that the LoRA layers were trained on with "
+            "--base FOLDER."
         )
     settings = {name: value for name, value in lora.items() if name not in ("weights", FOUR_BIT_EXPERTS)}
     config, experts = TrainConfig(**(settings | {"model": str(folder)})), merge and FOUR_BIT_EXPERTS in lora
@@ -317,7 +328,7 @@ def _empty_model(path: Path, description: dict[str, Any], base: Path | None, *, 
     """
     lora = description["lora"]
     if lora is not None:
-        model = _read_base(path, lora, base, merge=merge)
+        model = _read_base(path, description, base, merge=merge)
         folder = Path(lora["model"]) if base is None else base
         if MTP_DEPTH in description["model"] and has_prediction(model, folder):
             # Their buffers are the base's.

@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 
 def main(arguments: list[str]) -> None:
@@ -35,10 +35,11 @@ def main(arguments: list[str]) -> None:
         text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
     inputs = tokenizer(text, add_special_tokens=not options.chat, return_tensors="pt")
     torch.manual_seed(0)
+    # Of the folder's settings those that end an answer: a chat model's would draw, or penalize what is likely.
+    ends = {name: getattr(model.generation_config, name) for name in ("eos_token_id", "pad_token_id", "bos_token_id")}
     draws = {"do_sample": True, "temperature": options.temperature, "top_k": 50} if options.temperature else {}
-    ids = model.generate(
-        inputs["input_ids"], attention_mask=inputs["attention_mask"], max_new_tokens=options.tokens, **draws
-    )
+    model.generation_config = GenerationConfig(max_new_tokens=options.tokens, **ends, **draws)
+    ids = model.generate(inputs["input_ids"], attention_mask=inputs["attention_mask"])
     new = ids[0, inputs["input_ids"].shape[1] :]
     answer = tokenizer.decode(new, skip_special_tokens=True)
     print(answer if options.chat else options.prompt + answer)

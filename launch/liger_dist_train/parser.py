@@ -119,7 +119,10 @@ def _read_line(argv: list[str], hints: dict[str, Any]) -> dict[str, Any]:
         values = [value] if has_value else []
         while not has_value and words and not words[0].startswith("--"):
             values.append(words.pop(0))
-        given[name] = _of_line(name, values, _without_none(hints[name]))
+        kind = _without_none(hints[name])
+        if name in given and get_origin(kind) is list:
+            _refuse(f"--{name} is given twice; expected all of its values after one: --{name} A B.")
+        given[name] = _of_line(name, values, kind)
     return given
 
 
@@ -141,7 +144,7 @@ def _read_yaml(path: Path, known: list[str]) -> dict[str, Any]:
     if not path.is_file():
         _refuse(f"the configuration file {path} does not exist; give a YAML file or --name value options.")
     try:
-        values = yaml.safe_load(path.read_text()) or {}
+        values = _load_yaml(path.read_text()) or {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         _refuse(f"the configuration file {path} is not YAML: {error}")
     if not isinstance(values, dict):
@@ -150,16 +153,33 @@ def _read_yaml(path: Path, known: list[str]) -> dict[str, Any]:
     for name, value in values.items():
         is_section = name in FIRST_OF_SECTION.values() and (isinstance(value, dict) or name not in known)
         if not is_section:
-            given |= _named(path, str(name), value, known)
+            given |= _named(path, str(name), value, known, given)
             continue
         if not isinstance(value, dict | None):
             _refuse(f"{path} has {value!r} in the section {name!r}; expected name: value lines.")
         for key, one in (value or {}).items():
-            given |= _named(path, name if key == OWN_KEY.get(name) else str(key), one, known)
+            given |= _named(path, name if key == OWN_KEY.get(name) else str(key), one, known, given)
     return given
 
 
-def _named(path: Path, name: str, value: Any, known: list[str]) -> dict[str, Any]:
+def _load_yaml(text: str) -> Any:
+    """Loads YAML as ``yaml.safe_load``, which keeps the last one of keys with the same name."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+            twice = next((name for name in names if names.count(name) > 1), None)
+            if twice is not None:
+                raise yaml.constructor.ConstructorError(None, None, f"{twice!r} is there twice", node.start_mark)
+            return super().construct_mapping(node, deep)
+
+    return yaml.load(text, Loader)
+
+
+def _named(path: Path, name: str, value: Any, known: list[str], earlier: dict[str, Any]) -> dict[str, Any]:
+    if name in earlier:
+        _refuse(f"{path} sets {name!r} twice, in a section and outside of it or in two; expected it once.")
     if name not in known:
         _refuse(f"{path} sets {name!r}, which is no option{_nearest(name, known)}.")
     if name in READ_PATHS:

@@ -228,11 +228,42 @@ def restore(trainer: Trainer, checkpoints: Checkpoints, saved: Saved) -> None:
             _say(f"the data is not that of the checkpoint: {change}")
         elif isinstance(data, StreamedData):
             data.load_state(streams[trainer.dims.data_rank(rank())])
+        optimizer = saved.progress.get("optimizer", config.optimizer)
+        if optimizer != config.optimizer:
+            raise LigerDistError(
+                f"the checkpoint of step {saved.step} has the states of --optimizer {optimizer} and --optimizer is "
+                f"{config.optimizer}; go on with that one, or export the weights (liger-dist export) and start from "
+                "them with --model."
+            )
+    progress = Progress(**saved.progress["progress"])
+    if not config.eval_only:
+        _compare_held_out(trainer, saved, progress)
     checkpoints.load(saved.step, trainer.engine, weights_only=config.eval_only)
-    trainer.progress = Progress(**saved.progress["progress"])
+    trainer.progress = progress
     for _ in range(saved.step if not config.eval_only else 0):
         trainer.schedule.step()
     _say(f"continues after step {saved.step}")
+
+
+def _compare_held_out(trainer: Trainer, saved: Saved, progress: Progress) -> None:
+    """Forgets the lowest held-out loss where it is of other data.
+
+    Raises:
+        LigerDistError: it decides which checkpoint stays or when the run ends, and the data may not change.
+    """
+    config, found = trainer.config, None if trainer.held_out is None else trainer.held_out.fingerprint
+    # Checkpoints of earlier versions do not know theirs.
+    before = saved.progress.get("held_out", found)
+    if before in (None, found) or found is None or progress.best_step is None:
+        return
+    if (config.keep_best or config.early_stopping_patience) and not config.allow_changed_data:
+        raise LigerDistError(
+            f"the held-out data is not that of the checkpoint of step {saved.step}, whose lowest loss "
+            f"({progress.best_loss:.4g} after step {progress.best_step}) cannot be compared with later ones; go on "
+            "with the same --eval_data, or with --allow_changed_data true, which forgets that loss."
+        )
+    progress.best_step, progress.best_loss, progress.evaluations_since_best = None, math.inf, 0
+    _say("the held-out data is not that of the checkpoint: the lowest loss so far is forgotten")
 
 
 class Loop:
@@ -396,6 +427,8 @@ class Loop:
             "global_batch_size": trainer.global_batch_size,
             "no_weight_decay": trainer.config.no_weight_decay,
             "data": {"fingerprint": trainer.data.fingerprint, "streams": streams},
+            "held_out": None if trainer.held_out is None else trainer.held_out.fingerprint,
+            "optimizer": trainer.config.optimizer,
         }
         best = trainer.progress.best_step if trainer.config.keep_best else None
         self._checkpoints.save(step, trainer.engine, progress, in_background=in_background, best=best)

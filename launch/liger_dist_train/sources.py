@@ -374,9 +374,29 @@ def _read_lines(part: Part) -> Iterator[Row]:
             at += len(line)
 
 
+class DuplicateNameError(ValueError):
+    """An object of JSON has a name twice."""
+
+
+def json_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Makes an object of JSON, for ``object_pairs_hook``.
+
+    Raises:
+        DuplicateNameError: it has a name twice, of which JSON's reader would keep the last one.
+    """
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise DuplicateNameError(f"has the name {twice!r} twice; expected each once")
+    return found
+
+
 def _json_row(file: str, at: int, line: bytes) -> Row:
     try:
-        values = json.loads(line)
+        values = json.loads(line, object_pairs_hook=json_object)
+    except DuplicateNameError as error:
+        return Row(file, at, None, str(error))
     except (ValueError, RecursionError) as error:
         return Row(file, at, None, f"is no JSON ({error})")
     return _object_row(file, at, values)
@@ -391,7 +411,7 @@ def _object_row(file: str, at: int, values: Any) -> Row:
 def _read_json(part: Part) -> Iterator[Row]:
     """Reads a list of objects."""
     with _opened(Path(part.file)) as stream:
-        found = json.loads(stream.read())
+        found = json.loads(stream.read(), object_pairs_hook=json_object)
     yield from (_object_row(part.file, index, values) for index, values in enumerate(found))
 
 
@@ -417,6 +437,10 @@ def _read_parquet(part: Part) -> Iterator[Row]:
     from pyarrow import parquet
 
     with parquet.ParquetFile(part.file) as file:
+        names = file.schema_arrow.names
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(f"it has the column {twice!r} twice; expected each once")
         counts = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
         ends = list(itertools.accumulate(counts))
         groups = [g for g, end in enumerate(ends) if end > part.start and end - counts[g] < part.stop]

@@ -26,6 +26,7 @@ from liger_dist.fused_layers.recompute import MIN_BYTES
 from liger_dist_train.config import parse
 from liger_dist_train.data_loader import collate, find_tokenization, load_data
 from liger_dist_train.export import export
+from liger_dist_train.generation import main as generate
 from liger_dist_train.memory_plan import RECOMPUTED_BYTES, plan
 from liger_dist_train.model import add_lora, check_wrap, find_config, shell
 from liger_dist_train.options import PRESETS
@@ -181,7 +182,7 @@ def test_an_export_ends_its_texts(on_four: Path, tmp_path: Path) -> None:
 
 
 def test_an_export_generates_as_the_pretrained_model_does(
-    on_four: Path, data: Path, cache: Path, tmp_path: Path
+    on_four: Path, data: Path, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     export(on_four, tmp_path / "base", step=6, dtype="float32")
     file = tmp_path / "base" / "generation_config.json"
@@ -198,6 +199,18 @@ def test_an_export_generates_as_the_pretrained_model_does(
     found = json.loads((tmp_path / "model" / "generation_config.json").read_text())
     for name in ("eos_token_id", "temperature", "do_sample", "top_p"):
         assert found[name] == settings[name]
+    # The command draws and penalizes only where it is told to.
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(found | {"repetition_penalty": 1.9}))
+    capsys.readouterr()
+    generate([str(tmp_path / "model"), "def ", "--tokens", "12"])
+    tokenizer: Any = load_tokenizer(tmp_path / "model")
+    ids: list[int] = tokenizer("def ")["input_ids"]
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    for _ in range(12):
+        ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+        if ids[-1] in (0, 2):
+            break
+    assert capsys.readouterr().out == tokenizer.decode(ids, skip_special_tokens=True) + "\n"
 
 
 @pytest.mark.smoke
@@ -212,6 +225,9 @@ def test_an_export_generates_as_the_pretrained_model_does(
         ({"zero_optimization": {"stage": 7}}, "ZeRO stage to 7; expected 0, 1, 2 or 3"),
         ({"fp16": {"enabled": True}}, "enables fp16"),
         ({}, "no launcher started this process"),
+        # As transformers' examples have it.
+        ({"fp16": {"enabled": "auto", "loss_scale": 0}, "bf16": {"enabled": "auto"}}, "no launcher started"),
+        ('{"zero_optimization": {"stage": 1, "stage": 2}}', "has the name 'stage' twice"),
         (None, "cannot be read"),
     ],
 )
@@ -220,7 +236,7 @@ def test_a_deepspeed_json_that_says_otherwise(
 ) -> None:
     file = tmp_path / "deepspeed.json"
     if settings is not None:
-        file.write_text(json.dumps(settings))
+        file.write_text(settings if isinstance(settings, str) else json.dumps(settings))
     config = config_for(data, cache, tmp_path, strategy="deepspeed", deepspeed=str(file))
     with pytest.raises(liger_dist.LigerDistError, match=words):
         train(config)

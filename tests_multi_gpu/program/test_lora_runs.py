@@ -126,6 +126,11 @@ def test_lora_knows_its_base_by_its_weights(
     with pytest.raises(LigerDistError, match=r"is not at .*base; say where it is with --base FOLDER"):
         export(run, tmp_path / "exported", step=None)
     export(run, tmp_path / "exported", step=None, base=moved)
+    settings = (moved / "config.json").read_text()
+    (moved / "config.json").write_text(json.dumps(json.loads(settings) | {"rms_norm_eps": 0.5}))
+    with pytest.raises(LigerDistError, match=r"config.json is of another model: rms_norm_eps 0.5 instead of"):
+        export(run, tmp_path / "again", step=None, base=moved)
+    (moved / "config.json").write_text(settings)
     # Another spelling of another place goes on, too.
     monkeypatch.chdir(tmp_path)
     train(replace(config, model="./moved/", resume=True, steps=3))

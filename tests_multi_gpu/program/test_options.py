@@ -384,6 +384,30 @@ def test_the_best_checkpoint_stays_and_a_run_stops_early(data: Path, cache: Path
     assert export(tmp_path / "run", tmp_path / "best", step=None, best=True) == best
 
 
+def test_losses_of_other_held_out_data_are_not_compared(data: Path, cache: Path, tmp_path: Path) -> None:
+    texts = {name: tmp_path / f"{name}.txt" for name in ("easy", "hard")}
+    texts["easy"].write_text((data / "ast0.txt").read_text()[:1500])
+    texts["hard"].write_text("".join(chr(33 + i * 7 % 90) for i in range(1500)))
+    changes: dict[str, Any] = {"steps": 6, "eval_every": 2, "checkpoint_every": 2, "keep_best": True}
+    of_easy = config_for(data, cache, tmp_path / "run", **ALONE, **changes, eval_data=[str(texts["easy"])])
+    train(replace(of_easy, stop_at_step=4))
+    of_hard = replace(of_easy, eval_data=[str(texts["hard"])], resume=True)
+    with pytest.raises(liger_dist.LigerDistError, match="held-out data is not that of the checkpoint of step 4, whose"):
+        train(of_hard)
+    train(replace(of_hard, allow_changed_data=True))
+    losses = {row["step"]: row["eval_loss"] for row in metrics_of(tmp_path / "run") if "eval_loss" in row}
+    assert losses[6] > losses[4], "of another text"
+    assert export(tmp_path / "run", tmp_path / "best", step=None, best=True) == 6
+
+
+def test_states_of_another_optimizer_are_refused(data: Path, cache: Path, tmp_path: Path) -> None:
+    config = config_for(data, cache, tmp_path / "run", **ALONE, steps=2, checkpoint_every=1, eval_every=0)
+    train(replace(config, stop_at_step=1))
+    with pytest.raises(liger_dist.LigerDistError, match="has the states of --optimizer adamw and --optimizer is muon"):
+        train(replace(config, resume=True, optimizer="muon"))
+    train(replace(config, resume=True))
+
+
 def test_tensorboard_has_the_numbers(data: Path, cache: Path, tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

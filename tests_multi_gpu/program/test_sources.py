@@ -305,6 +305,9 @@ def test_columns_have_the_names_that_options_say(tokenizer: Any) -> None:
     assert learned(tokenizer, {"body": "hello"}, format) == "hello<|end|>"
     assert learned(tokenizer, {"chat": TURNS, "body": "hello"}, format) == "I am fine.<|end|>you are<|end|>"
     assert "its columns: text" in encoded(tokenizer, {"text": "hello"}, format)["reason"]
+    one = Format(text_column="body")
+    assert learned(tokenizer, {"messages": TURNS, "body": "hello"}, one) == "hello<|end|>", "what was named"
+    assert learned(tokenizer, {"messages": TURNS}, one) == "I am fine.<|end|>you are<|end|>"
 
 
 def test_a_tokenizers_own_first_token_is_kept(tokenizer: Any, tmp_path: Path) -> None:
@@ -325,9 +328,88 @@ def test_a_tokenizers_own_first_token_is_kept(tokenizer: Any, tmp_path: Path) ->
     assert encoded(own, {"messages": TURNS})["ids"].tolist().count(own.bos_token_id) == 2, "the template's alone"
 
 
+def test_all_special_tokens_before_a_text_are_kept(tokenizer: Any, tmp_path: Path) -> None:
+    """As GLM's tokenizers write two, of which none is the beginning of a sequence."""
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer.save_pretrained(tmp_path)
+    own = load_tokenizer(tmp_path)
+    first = [own.convert_tokens_to_ids(name) for name in ("<|user|>", "<|system|>")]
+    own.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|user|> <|system|> $A <|end|>",
+        special_tokens=[(name, own.convert_tokens_to_ids(name)) for name in ("<|user|>", "<|system|>", "<|end|>")],
+    )
+    for values in ({"text": "hello"}, {"prompt": "hello", "completion": " there"}):
+        ids = encoded(own, values)["ids"].tolist()
+        assert ids[:2] == first
+        assert own.eos_token_id not in ids[:-1]
+    encoder = Encoder(own, Format(), len(own))
+    assert encoder.prompt("hello", as_turn=False) == [*first, *own("hello", add_special_tokens=False)["input_ids"]]
+
+
+SYSTEM = {"role": "system", "content": "are you there?"}
+
+
+def test_what_stands_beside_a_conversation_is_in_it(tokenizer: Any) -> None:
+    prompt, completion = TURNS[:1], TURNS[1:2]
+    expected = encoded(tokenizer, {"messages": [SYSTEM, *prompt, *completion]})
+    for given in (
+        {"prompt": prompt, "completion": completion},
+        {"prompt": "hello", "completion": completion},
+        {"prompt": prompt, "completion": "I am fine."},
+        {"instruction": "hello", "output": "I am fine."},
+    ):
+        found = encoded(tokenizer, given | {"system": SYSTEM["content"]})
+        assert found["reason"] is None
+        assert (found["ids"].tolist(), found["labels"].tolist()) == (
+            expected["ids"].tolist(),
+            expected["labels"].tolist(),
+        )
+    tools = [{"type": "function", "function": {"name": "there", "parameters": {}}}]
+    with_tools = encoded(tokenizer, {"messages": TURNS[:2], "tools": tools})["ids"].tolist()
+    assert (
+        with_tools
+        == encoded(tokenizer, {"instruction": "hello", "output": "I am fine.", "tools": tools})["ids"].tolist()
+    )
+
+
+@pytest.mark.parametrize("name", ["weight", "train"])
+def test_all_is_learned_but_what_is_marked(name: str, tokenizer: Any) -> None:
+    turns = [TURNS[0], TURNS[1] | {name: 0}, *TURNS[2:]]
+    found = learned(tokenizer, {"messages": turns}, Format(train_on="all"))
+    whole = learned(tokenizer, {"messages": TURNS}, Format(train_on="all"))
+    assert whole.count("I am fine.<|end|>") == 1
+    assert found == whole.replace("I am fine.<|end|>", "")
+    for mark, train_on in ((1, "assistant"), (1, "last_turn"), (0, "all")):
+        marked = [TURNS[0] | {name: mark}, TURNS[1]]
+        assert f"of turn 0 (user), which --train_on {train_on}" in str(
+            encoded(tokenizer, {"messages": marked}, Format(train_on=train_on))["reason"]
+        )
+    assert learned(tokenizer, {"messages": [TURNS[0] | {name: 0}, TURNS[1]]}) == "I am fine.<|end|>"
+
+
+@pytest.mark.parametrize("name", ["completion_mask", "assistant_masks", "loss_mask"])
+def test_masks_of_labels(name: str, tokenizer: Any) -> None:
+    """Of rows that TRL and others have tokenized."""
+    row: dict[str, Any] = {"input_ids": [5, 6, 7, 8], name: [0, 1, 0, 1]}
+    assert encoded(tokenizer, row)["labels"].tolist() == [-100, 6, -100, 8]
+    assert encoded(tokenizer, row | {"labels": [5, 6, 7, -100]})["labels"].tolist() == [-100, 6, -100, -100]
+    assert encoded(tokenizer, row | {"attention_mask": [1, 1, 0, 1]})["labels"].tolist() == [-100, 6, 8]
+    both = encoded(tokenizer, {"completion_mask": [0, 1, 1, 1]} | row | {"loss_mask": [1, 1, 1, 0]})
+    assert both["labels"].tolist()[3] == -100
+    assert f"{name} of 2 numbers for 4 input_ids" in encoded(tokenizer, row | {name: [0, 1]})["reason"]
+
+
 @pytest.mark.parametrize(
     ("values", "words"),
     [
+        ({"input_ids": [True, False]}, "has input_ids of type bool"),
+        ({"prompt": "a", "completion": "b", "tools": "[1]"}, "has 'tools' beside 'prompt' and 'completion'"),
+        ({"prompt": "a", "completion": "b", "system": "c"}, "has 'system' beside 'prompt' and 'completion'"),
+        (
+            {"messages": [TURNS[0], TURNS[1] | {"reasoning_content": "one", "thinking": "two"}]},
+            "has 2 texts for the reasoning of turn 1",
+        ),
         ({"input_ids": [1, 2, 3], "labels": [1, 2]}, "2 labels for 3 input_ids"),
         ({"input_ids": [1, 2, 3], "labels": [1, 2, 900]}, "900 in labels"),
         ({"input_ids": [1, 2, 3], "labels": [1.0, 2.0, 3.0]}, "labels of type float"),
@@ -389,6 +471,39 @@ def test_tools_reach_the_template(tokenizer: Any, tmp_path: Path) -> None:
         text = own.decode(encoded(own, {"messages": TURNS, "tools": given})["ids"])
         assert text.startswith("there<|system|>[{")
         assert '"name": "there"' in text
+
+
+def test_arguments_beside_a_function_are_read(tokenizer: Any) -> None:
+    inside = {"function": {"name": "there", "arguments": {"how": "fine"}}}
+    outside = {"function": {"name": "there"}, "arguments": {"how": "fine"}}
+    texts = [
+        learned(tokenizer, {"messages": [TURNS[0], {"role": "assistant", "tool_calls": [call]}]})
+        for call in (inside, outside)
+    ]
+    assert "fine" in texts[0]
+    assert texts[0] == texts[1]
+
+
+def test_a_name_twice_is_refused(tmp_path: Path) -> None:
+    """JSON's and Arrow's readers would keep one of the two."""
+    import pyarrow
+    from pyarrow import parquet
+
+    lines = write(
+        tmp_path / "a.jsonl", '{"text": "a", "meta": {"x": 1, "x": 2}}\n{"text": "a", "text": "b"}\n{"text": "c"}\n'
+    )
+    rows = [Row(**row) for row in read_rows(find_source(str(lines)).parts(1000))]
+    assert [row.reason for row in rows] == [
+        "has the name 'x' twice; expected each once",
+        "has the name 'text' twice; expected each once",
+        None,
+    ]
+    table = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["text", "text"])
+    parquet.write_table(table, tmp_path / "b.parquet")
+    listed = write(tmp_path / "c.json", '[{"text": "a", "text": "b"}]')
+    for path in (tmp_path / "b.parquet", listed):
+        with pytest.raises(liger_dist.LigerDistError, match="'text' twice; expected each once"):
+            list(read_rows(find_source(str(path)).parts(1000)))
 
 
 @pytest.mark.parametrize(

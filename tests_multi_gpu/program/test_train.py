@@ -316,6 +316,9 @@ def test_command_line_and_yaml(tmp_path: Path) -> None:
         ("data: d.txt\n", None),
         ("- a list\n", "holds a list"),
         ("a: [\n", "is not YAML"),
+        ("steps: 1\nsteps: 2\n", "'steps' is there twice"),
+        ("batch: {batch_size: 1, batch_size: 2}\n", "'batch_size' is there twice"),
+        ("steps: 1\nbatch: {steps: 2}\n", "sets 'steps' twice, in a section and outside"),
         ("learning_rate: -1\n", "--learning_rate is -1"),
         ("global_batch_size: 0\n", "--global_batch_size is 0"),
         ("tp: 0\n", "--tp is 0"),
@@ -353,6 +356,8 @@ def test_command_line_and_yaml(tmp_path: Path) -> None:
     file.write_text("step: 5\n")
     with pytest.raises(liger_dist.LigerDistError, match="sets 'step', which is no option; the nearest is --steps"):
         parse([str(file)])
+    with pytest.raises(liger_dist.LigerDistError, match="--data is given twice; expected all of its values after one"):
+        parse(["--data", "a", "--data", "b"])
     with pytest.raises(liger_dist.LigerDistError, match="--stepz is no option; the nearest is --steps"):
         parse(["--stepz", "5"])
     for name in ("accumulation_steps", "vocab_size", "sample_count"):
