@@ -3,8 +3,9 @@ ranks.
 
 Each pass through a checkpointed layer has a backward inside the backward. FSDP1 reduces the gradient after the first
 one and frees the parameters, which the second pass needs: it fails on every rank, or the ranks issue different
-collectives. FSDP2 reduces each pass. A checkpoint around a unit, hooks included, calls them twice, and the first time
-without gradients: a rank without images does not see the second call.
+collectives. FSDP2 reduces each pass; :func:`.fsdp2.expert_parallel.reduce_each_pass` has it do so for experts that are
+a group inside the layer. A checkpoint around a unit, hooks included, calls them twice, and the first time without
+gradients: a rank without images does not see the second call.
 """
 
 from __future__ import annotations

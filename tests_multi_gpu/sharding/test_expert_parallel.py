@@ -219,6 +219,34 @@ def evaluated_between(model: Any) -> None:
     backward(model, 1)
 
 
+def _two_forwards(model: Any, *, use_reentrant: bool) -> None:
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    model.enable_input_require_grads()
+    for seeds in ((2, 3), (0, 1)):
+        # What the first backward leaves unreduced would be in the second one's gradients.
+        model.zero_grad()
+        losses = [model(**make_batch(dist.get_rank(), seed=seed)).loss for seed in seeds]
+        (losses[0] + losses[1]).backward()
+
+
+@a_pass
+def two_reentrant_forwards(model: Any) -> None:
+    _two_forwards(model, use_reentrant=True)
+
+
+@a_pass
+def two_checkpointed_forwards(model: Any) -> None:
+    _two_forwards(model, use_reentrant=False)
+
+
+@a_pass
+def reentrant_steps(model: Any) -> None:
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    model.enable_input_require_grads()
+    backward(model, 0)
+    backward(model, 1)
+
+
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("name", PASSES)
 def test_gradients_of_passes(name: str, replicas: int, workers_4: Workers) -> None:

@@ -22,6 +22,7 @@ from liger_dist.errors import LigerDistError
 from liger_dist.model.four_bit_experts import is_experts
 from liger_dist.model.quantized import four_bit_stacks
 from liger_dist.model.structure import Structure, full_shape
+from liger_dist.model.torch_modes import untraced
 from liger_dist.sharding.mesh import Mesh, num_shards, ranks_of_parameters
 
 from .forward import groups_of
@@ -181,6 +182,27 @@ def average_over_all_ranks(module: Any, size: int) -> None:
             gradient.mul_(factor)
 
     module.set_all_reduce_hook(divide)
+
+
+def reduce_each_pass(module: nn.Module) -> None:
+    """Reduces the gradients of each pass through a module of experts, after ``fully_shard``.
+
+    [Note: Groups inside a reentrant checkpoint] Each pass through a layer that is checkpointed with
+    ``use_reentrant=True`` has a backward inside the backward, and FSDP2 leaves a group inside of the layer in the state
+    of that backward until all of them have ended. In the forward that the next pass recomputes it takes the group for
+    one whose first forward has asked for the reduction, which a forward without gradients has not: the gradients of all
+    passes but the first would be left until the next step, and be in its gradients (torch 2.11 to 2.13).
+    """
+    module.register_forward_pre_hook(_ask_for_reduction, with_kwargs=True)
+
+
+@untraced
+def _ask_for_reduction(module: Any, args: Any, kwargs: Any) -> Any:
+    state = module._get_fsdp_state()
+    if state._training_state.name == "PRE_BACKWARD" and torch.is_grad_enabled():
+        (group,) = groups_of(state)
+        return group._register_post_backward_hook(args, kwargs)
+    return None
 
 
 def _divides_twice(group: Any, dtype: torch.dtype) -> bool:

@@ -62,6 +62,7 @@ from .expert_parallel import (
     keep_own_experts,
     num_experts,
     ranks_of_experts,
+    reduce_each_pass,
 )
 from .forward import ROOT, param_groups, unreduced_gradients, unshard_in_backward
 from .loading import LoadedShards
@@ -336,6 +337,7 @@ class FSDP2(FullySharded):
                 options["mp_policy"] = replace(options["mp_policy"], cast_forward_inputs=False)
                 fully_shard(module, reshard_after_forward=self.reshard_after_forward, **options)
                 average_over_all_ranks(module, self.expert_parallel)
+                reduce_each_pass(module)
 
     def _fully_shard(
         self,
