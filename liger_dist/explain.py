@@ -17,6 +17,7 @@ from .model.structure import tied_modules
 from .record import Wrapped, inner_model, record_of
 from .sharding import collect_facts
 from .sharding.base import Facts
+from .sharding.fsdp2.expert_parallel import describe_experts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +94,7 @@ def explain(model: nn.Module) -> Explanation:
     )
     reasons = () if record.found.recipe is None else tuple(facts.storage.adapter.not_supported_reasons(facts))
     is_computed = record.found.recipe is not None and not reasons
+    experts = describe_experts(structure)
     return Explanation(
         facts=facts,
         fused=_described(record),
@@ -102,7 +104,7 @@ def explain(model: nn.Module) -> Explanation:
         attention=str(record.attention),
         packing=str(record.found.packing),
         compiled=_compiled(record),
-        sharding=record.found.rows,
+        sharding=record.found.rows | ({} if experts is None else {"experts": experts}),
         router_loss=_router_loss(inner),
         stage=stage,
         labels=_labels(inner, record),

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,7 +103,19 @@ class _Projections(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *d_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_second_order("layer kernels", "wrap with WrapConfig(layer_kernels=False)")
-        x, low_Tr, *saved = ctx.saved_tensors
+        # A checkpoint unpacks them once.
+        saved = ctx.saved_tensors
+        device_type = saved[0].device.type
+        # Of a backward inside of autocast, which casts some of the products: they have the forward's dtype.
+        is_cast = torch.is_autocast_enabled(device_type)
+        with torch.autocast(device_type, enabled=False) if is_cast else nullcontext():
+            return _Projections._gradients(ctx, saved, d_outputs)
+
+    @staticmethod
+    def _gradients(
+        ctx: Any, tensors: Sequence[Tensor], d_outputs: Sequence[Tensor | None]
+    ) -> tuple[Tensor | None, ...]:
+        x, low_Tr, *saved = tensors
         of_each = zip(ctx.constants, saved[0::3], saved[1::3], saved[2::3], strict=True)
         projections = [Projection(w, state, None, a, b, scaling) for (state, scaling), w, a, b in of_each]
         x_TI = x.flatten(0, -2)

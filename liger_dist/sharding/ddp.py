@@ -16,7 +16,7 @@ from liger_dist.errors import LigerDistError
 from liger_dist.model.structure import Structure
 
 from .base import Initializer
-from .fsdp_options import refuse_overlaps
+from .fsdp_options import refuse_overlaps, refuse_sharded
 from .mesh import require_process_group
 from .process_groups import compute_device
 from .single import Unsharded
@@ -42,6 +42,7 @@ class DDP(Unsharded):
     def check_model(
         self, outer: nn.Module, model: nn.Module, structure: Structure, *, unfused: str | None, on_meta: bool
     ) -> None:
+        refuse_sharded(outer)
         if not any(parameter.requires_grad for parameter in outer.parameters()):
             raise LigerDistError(
                 f"no parameter of this {type(outer).__name__} requires a gradient, so there is nothing for DDP to "

@@ -38,6 +38,7 @@ from .base import DataParallel, Facts, FullHead, Head, Storage
 from .tensor_parallel import first_row
 
 ROW_SHARDS = "_liger_dist_row_shards"
+"""on lm_head and on embeddings tied to it: :class:`RowSharding`; None while the weight is full"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,8 +179,8 @@ class VocabParallelLinear(SameLinearMap, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Computes logits ``[..., V]`` of ``[..., D]``."""
-        shards: RowSharding = vars(self)[ROW_SHARDS]
-        return shards.logits(self, input)
+        shards = row_shards_of(self)
+        return super().forward(input) if shards is None else shards.logits(self, input)
 
 
 class VocabParallelEmbedding(nn.Embedding):
@@ -187,8 +188,9 @@ class VocabParallelEmbedding(nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         """Looks up ids ``[...]``: ``[..., D]``."""
-        shards: RowSharding = vars(self)[ROW_SHARDS]
-        weight = self._parameters["weight"]
+        shards, weight = row_shards_of(self), self._parameters["weight"]
+        if shards is None:
+            return super().forward(input)
         assert weight is not None
         return exchanged_embedding(
             input,
@@ -216,10 +218,9 @@ class _ShowsComputeDtype(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        shards: RowSharding = vars(self)[ROW_SHARDS]
-        master = self._parameters["weight"]
+        shards, master = row_shards_of(self), self._parameters["weight"]
         assert master is not None
-        if _LOOKING_UP.get() is self and shards.compute_dtype is not None:
+        if shards is not None and _LOOKING_UP.get() is self and shards.compute_dtype is not None:
             return torch.empty(0, dtype=shards.compute_dtype, device=master.device)
         return master
 

@@ -47,7 +47,9 @@ from liger_dist.model.document_rows import DocumentRows, rows_of
 from liger_dist.model.documents import LENGTHS, LENGTHS_OF_KEYS, POSITIONS, Documents, call_of, read_documents
 from liger_dist.model.quantized import dequantized_shape, is_quantized_linear
 from liger_dist.model.structure import full_shape
+from liger_dist.sharding.fsdp2.expert_parallel import RANKS_OF_EXPERTS
 from liger_dist.sharding.process_groups import compute_device
+from liger_dist.sharding.vocab_parallel import ROW_SHARDS
 from liger_dist.trials.functions import installed_function
 from liger_dist.trials.isolated import torch_defaults
 
@@ -559,6 +561,8 @@ def _made_up(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
     if state.get("_is_expert_parallel"):
         # The forward of the class gets tokens of all experts.
         made_up["num_experts"] = max(len(one) for one in made_up["_parameters"].values() if one is not None)
+    # Parameters are full in a run, which has no collectives.
+    made_up |= {name: None for name in (ROW_SHARDS, RANKS_OF_EXPERTS) if name in state}
     if "_disable_adapters" in state:
         # PEFT's layers run those that they adapt: DoRA reads weights as matrices.
         made_up |= {"_disable_adapters": True, "merged_adapters": []}

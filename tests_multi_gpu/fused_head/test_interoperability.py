@@ -290,7 +290,8 @@ def test_meta_models_without_complete_rules_are_refused() -> None:
 def test_a_model_that_is_sharded_already(workers_2: Workers) -> None:
     for results in workers_2.run(wrap_after_sharding):
         assert results["error"] < 1e-6
-        assert "sharded by FSDP already" in results["fsdp2"]
+        for strategy in ("fsdp2", "fsdp1", "tp", "ddp"):
+            assert "sharded by FSDP already" in results[f"{strategy} once more"]
         assert "nothing for DDP to average" in results["ddp"]
         assert "does not average gradients over replicas of one rank" in results["fsdp1"]
         assert results["restored"] == "Linear"
@@ -316,9 +317,10 @@ def wrap_after_sharding() -> dict[str, Any]:
         (total / count / 2).backward()
     gradient = full(model.lm_head.weight.grad)
     results: dict[str, Any] = {"error": relative_error(gradient, reference.lm_head.weight.grad)}
-    with pytest.raises(liger_dist.LigerDistError) as caught:
-        liger_dist.wrap(sharded(), "fsdp2")
-    results["fsdp2"] = str(caught.value)
+    for strategy in ("fsdp2", "fsdp1", "tp", "ddp"):
+        with pytest.raises(liger_dist.LigerDistError) as caught:
+            liger_dist.wrap(sharded(), strategy)
+        results[f"{strategy} once more"] = str(caught.value)
     frozen: Any = make_model("llama").requires_grad_(False)
     with pytest.raises(liger_dist.LigerDistError) as caught:
         liger_dist.wrap(frozen, "ddp")

@@ -465,6 +465,25 @@ def test_fp32_adapters_over_a_base_of_16_bits(under_autocast: bool) -> None:
     assert number_of_copies == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_backward_in_autocast_of_a_forward_outside(dtype: torch.dtype) -> None:
+    """It has the products of the forward, which autocast would cast in part."""
+    outside, inside = (liger_dist.wrap(adapted(dtype), "none") for _ in range(2))
+    inside.load_state_dict(outside.state_dict())
+    for model, is_cast in ((outside, False), (inside, True)):
+        hidden_states = model.base_model.model.model(input_ids=make_batch(0)["input_ids"]).last_hidden_state
+        loss = hidden_states.float().square().mean()
+        with torch.autocast(compute_device().type, torch.bfloat16, enabled=is_cast):
+            loss.backward()
+    gradients = dict(inside.named_parameters())
+    compared = [(name, p.grad, gradients[name].grad) for name, p in outside.named_parameters() if p.grad is not None]
+    assert compared
+    for name, expected, found in compared:
+        assert found is not None
+        # Norms and attention are cast.
+        assert relative_error(found, expected) < 3e-2, name
+
+
 def test_fp32_adapters_over_fp16_keep_small_gradients() -> None:
     """Products in fp16 would round them to 0: without autocast PEFT's own forward runs."""
     gradients = []

@@ -305,6 +305,25 @@ def test_sections_nulls_and_numbers_of_a_file(tmp_path: Path) -> None:
         parse(["--steps", "1.5"])
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("steps: 1\nsteps: 2\n", "'steps' is there twice"),
+        ("batch: {batch_size: 1, batch_size: 2}\n", "'batch_size' is there twice"),
+        ("steps: 1\nbatch: {steps: 2}\n", "sets 'steps' twice, in a section and outside"),
+    ],
+)
+def test_an_option_is_set_once(text: str, words: str, tmp_path: Path) -> None:
+    """Readers of YAML keep the last of two, and sources of a second --data would replace the first."""
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    with pytest.raises(liger_dist.LigerDistError, match=words):
+        parse([str(file)])
+    with pytest.raises(liger_dist.LigerDistError, match="--data is given twice; expected all of its values after one"):
+        parse(["--data", "a", "--data", "b"])
+    assert parse(["--steps", "1", "--steps", "2"]).steps == 2, "a script's option and the user's"
+
+
 @pytest.mark.smoke
 def test_command_line_and_yaml(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
@@ -316,9 +335,6 @@ def test_command_line_and_yaml(tmp_path: Path) -> None:
         ("data: d.txt\n", None),
         ("- a list\n", "holds a list"),
         ("a: [\n", "is not YAML"),
-        ("steps: 1\nsteps: 2\n", "'steps' is there twice"),
-        ("batch: {batch_size: 1, batch_size: 2}\n", "'batch_size' is there twice"),
-        ("steps: 1\nbatch: {steps: 2}\n", "sets 'steps' twice, in a section and outside"),
         ("learning_rate: -1\n", "--learning_rate is -1"),
         ("global_batch_size: 0\n", "--global_batch_size is 0"),
         ("tp: 0\n", "--tp is 0"),
@@ -356,8 +372,6 @@ def test_command_line_and_yaml(tmp_path: Path) -> None:
     file.write_text("step: 5\n")
     with pytest.raises(liger_dist.LigerDistError, match="sets 'step', which is no option; the nearest is --steps"):
         parse([str(file)])
-    with pytest.raises(liger_dist.LigerDistError, match="--data is given twice; expected all of its values after one"):
-        parse(["--data", "a", "--data", "b"])
     with pytest.raises(liger_dist.LigerDistError, match="--stepz is no option; the nearest is --steps"):
         parse(["--stepz", "5"])
     for name in ("accumulation_steps", "vocab_size", "sample_count"):

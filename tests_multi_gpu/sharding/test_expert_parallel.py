@@ -30,6 +30,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM
 
 import liger_dist
+from liger_dist.fused_layers.packed_calls import packing_objection
 from liger_dist.sharding.process_groups import compute_device
 
 TOLERANCE = 1e-6
@@ -392,6 +393,49 @@ def unwrapped() -> tuple[float, float, float, float]:
     backward(model, 0)
     true_backward(truth, 0)
     return first, after, again, worst(model, truth)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"expert_parallel": 2},
+        {"expert_parallel": 2, "lm_head": "vocab_parallel"},
+        {"lm_head": "vocab_parallel"},
+        {"expert_parallel": 2, "depth": 1},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("tied", [False, True])
+def test_packed_documents_after_unwrap(tied: bool, options: dict[str, Any], workers_2: Workers) -> None:
+    for before, after, rows in workers_2.run(packed_again, options, tied):
+        assert after == pytest.approx(before, rel=1e-6)
+        assert rows[0] == rows[1], "explain"
+
+
+def packed_again(options: dict[str, Any], tied: bool) -> tuple[float, float, list[str | None]]:
+    model: Any = make_model("qwen3_moe", tied=tied)
+    options = dict(options)
+    if depth := options.pop("depth", 0):
+        model = add_mtp(model, depth=depth, dtype=torch.float64)
+    ids = on_device.randint(3, 100, (2, 12), generator=torch.Generator().manual_seed(dist.get_rank()))
+    positions = on_device.tensor([*range(5), *range(7)]).expand(2, 12)
+    batch = {"input_ids": ids, "labels": ids, "position_ids": positions}
+    losses, rows = [], []
+    for strategy in (liger_dist.FSDP2(**options), "auto"):
+        model = liger_dist.wrap(liger_dist.unwrap(model) if losses else model, strategy)
+        losses.append(float(model(**batch).loss.detach()))
+        rows.append(liger_dist.explain(model).sharding.get("experts"))
+    return losses[0], losses[1], rows
+
+
+def test_what_packing_would_be_is_known_to_each_rank(workers_2: Workers) -> None:
+    """Without the other ranks, of a model that was wrapped, too."""
+    assert workers_2.run(asked_on_one_rank) == [None, None]
+
+
+def asked_on_one_rank() -> str | None:
+    model = liger_dist.unwrap(sharded(make_model("qwen3_moe")))
+    return packing_objection(model) if dist.get_rank() == 0 else None
 
 
 def test_verify_compares_all_but_the_experts(workers_2: Workers) -> None:

@@ -27,8 +27,8 @@ from liger_dist.sharding.mesh import Mesh, num_shards, ranks_of_parameters
 
 from .forward import groups_of
 
-_RANKS = "_liger_dist_ranks_of_experts"
-"""on a module of experts: :class:`RanksOfExperts`"""
+RANKS_OF_EXPERTS = "_liger_dist_ranks_of_experts"
+"""on a module of experts: :class:`RanksOfExperts`; None while it has all of them"""
 
 
 class RanksOfExperts(NamedTuple):
@@ -47,7 +47,7 @@ class RanksOfExperts(NamedTuple):
 
 def ranks_of_experts(module: nn.Module) -> RanksOfExperts | None:
     """Returns where the experts of a module are; None if this rank has all of them."""
-    return vars(module).get(_RANKS)
+    return vars(module).get(RANKS_OF_EXPERTS)
 
 
 def experts_of(structure: Structure) -> Iterator[nn.Module]:
@@ -65,6 +65,16 @@ def stacks_of(module: nn.Module) -> list[str]:
 def num_experts(module: nn.Module) -> int:
     """Counts the experts of a module, those of other ranks included."""
     return full_shape(module.get_parameter(stacks_of(module)[0]))[0]
+
+
+def describe_experts(structure: Structure) -> str | None:
+    """Says how many experts this rank has; None if it has all of them."""
+    apart = [(module, ranks) for module in experts_of(structure) if (ranks := ranks_of_experts(module)) is not None]
+    if not apart:
+        return None
+    numbers = sorted({(ranks.num_experts, num_experts(module)) for module, ranks in apart})
+    here = " or ".join(f"{own} of {total}" for own, total in numbers)
+    return f"{here} of a layer on each rank; tokens are sent to {apart[0][1].group.size()} ranks"
 
 
 def check_expert_parallel(size: object) -> None:
@@ -160,8 +170,8 @@ def keep_own_experts(module: nn.Module, mesh: ExpertMesh, undo: ExitStack) -> No
             own, mesh.experts, [Shard(0)], run_check=False, shape=full.shape, stride=full.stride()
         )
         module._parameters[name] = nn.Parameter(stack, requires_grad=full.requires_grad)
-    vars(module)[_RANKS] = ranks
-    undo.callback(vars(module).pop, _RANKS, None)
+    vars(module)[RANKS_OF_EXPERTS] = ranks
+    undo.callback(vars(module).pop, RANKS_OF_EXPERTS, None)
 
 
 def average_over_all_ranks(module: Any, size: int) -> None:

@@ -60,7 +60,6 @@ from .expert_parallel import (
     check_experts,
     experts_of,
     keep_own_experts,
-    num_experts,
     ranks_of_experts,
     reduce_each_pass,
 )
@@ -159,12 +158,7 @@ class FSDP2(FullySharded):
     def rows(self, outer: nn.Module, structure: Structure) -> dict[str, str]:
         apart = self.experts_apart(structure)
         units = describe(self.units(structure), self.param_dtype, apart)
-        found = super().rows(outer, structure) | ({} if units is None else {"units": units})
-        if apart:
-            numbers = sorted({num_experts(module) for module in apart})
-            here = " or ".join(f"{number // self.expert_parallel} of {number}" for number in numbers)
-            found["experts"] = f"{here} of a layer on each rank; tokens are sent to {self.expert_parallel} ranks"
-        return found
+        return super().rows(outer, structure) | ({} if units is None else {"units": units})
 
     def ranks_that_share(self, structure: Structure) -> Mapping[Tensor, int]:
         apart = self.experts_apart(structure)
