@@ -94,8 +94,6 @@ class TrainConfig(TrainOptions):
             raise LigerDistError(f"--data_weights holds {min(self.data_weights)}; expected numbers above 0.")
         if self.steps is not None and self.epochs is not None:
             raise LigerDistError(f"--steps is {self.steps} and --epochs {self.epochs}; give one of them.")
-        if self.dora and not self.lora_rank:
-            raise LigerDistError("--dora is true but --lora_rank is 0; give the rank of the LoRA layers.")
         if self.streaming and self.steps is None and not self.eval_only:
             raise LigerDistError("--streaming is true, and the length of a stream is not known; give --steps.")
         if self.shuffle_window != WINDOW and not self.streaming:
@@ -123,6 +121,21 @@ class TrainConfig(TrainOptions):
                 f"{self.sequence_length}."
             )
 
+    def _check_lora(self) -> None:
+        if self.dora and not self.lora_rank:
+            raise LigerDistError("--dora is true but --lora_rank is 0; give the rank of the LoRA layers.")
+        has_lora_options = (self.lora_alpha, self.lora_dropout, self.lora_targets) != (16.0, 0.0, ["all-linear"])
+        if has_lora_options and not self.lora_rank:
+            raise LigerDistError(
+                "--lora_alpha, --lora_dropout or --lora_targets is given but --lora_rank is 0; give it."
+            )
+        if "all-linear" in self.lora_targets and len(self.lora_targets) > 1:
+            raise LigerDistError(
+                f"--lora_targets is {' '.join(self.lora_targets)}; expected all-linear alone, or names of layers."
+            )
+        if self.frozen == "replicate" and not self.lora_rank:
+            raise LigerDistError("--frozen is replicate but --lora_rank is 0, and no weight is frozen; leave it out.")
+
     def _check_four_bit(self) -> None:
         if not self.load_in_4bit:
             return
@@ -149,13 +162,7 @@ class TrainConfig(TrainOptions):
                 raise LigerDistError(f"--{name} is {given}; it is for --dry_run, a run has the GPUs it is started on.")
 
     def _check_choices(self) -> None:
-        has_lora_options = (self.lora_alpha, self.lora_dropout, self.lora_targets) != (16.0, 0.0, ["all-linear"])
-        if has_lora_options and not self.lora_rank:
-            raise LigerDistError(
-                "--lora_alpha, --lora_dropout or --lora_targets is given but --lora_rank is 0; give it."
-            )
-        if self.frozen == "replicate" and not self.lora_rank:
-            raise LigerDistError("--frozen is replicate but --lora_rank is 0, and no weight is frozen; leave it out.")
+        self._check_lora()
         self._check_four_bit()
         if self.offload_checkpoints and not self.activation_checkpointing:
             raise LigerDistError(

@@ -39,6 +39,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
@@ -580,6 +581,11 @@ def _of_shape(shape: Sequence[int], device: torch.device) -> Tensor:
 
 
 def _buffer(original: Tensor, device: torch.device) -> Tensor:
+    if isinstance(original, DTensor):
+        # Tensor parallelism replicates buffers, such as the scale of Gemma's embeddings.
+        if not all(placement.is_replicate() for placement in original.placements):
+            return _parameter(original, device)
+        original = original.to_local()
     if original.is_meta and original.is_floating_point():
         return _parameter(original, device)
     if not original.is_meta:

@@ -214,6 +214,8 @@ def test_a_target_without_a_layer_is_refused(data: Path, cache: Path, tmp_path: 
     base = write_base(cache, tmp_path / "base", family="qwen3_moe")
     changes: dict[str, Any] = {"model": str(base), "lora_rank": 4, "lora_targets": ["q_proj", "qkv_proj"]}
     config = config_for(data, cache, tmp_path / "run", **changes)
+    with pytest.raises(LigerDistError, match="is all-linear embed_tokens; expected all-linear alone"):
+        replace(config, lora_targets=["all-linear", "embed_tokens"])
     with pytest.raises(LigerDistError, match="--lora_targets has qkv_proj, of which PEFT makes no LoRA layer"):
         add_lora(shell(config, find_config(config, 601)), config, has_weights=True)
 
