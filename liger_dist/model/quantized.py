@@ -193,6 +193,13 @@ def is_quantized_linear(module: nn.Module) -> bool:
     return package is not None and isinstance(module, package.nn.Linear4bit | package.nn.Linear8bitLt)
 
 
+def is_float8_linear(module: nn.Module) -> bool:
+    """True for a linear layer of torchao that is trained in float8, with whose tensorwise scales the rounding of a
+    token depends on all others."""
+    package = sys.modules.get("torchao.float8.float8_linear")
+    return package is not None and isinstance(module, package.Float8Linear)
+
+
 def quant_state(linear: Any, dtype: torch.dtype) -> Any:
     """Returns the ``QuantState`` of a 4-bit linear layer whose full weight is here, ``[O, I]``, and whose products are
     computed in ``dtype``; None otherwise."""

@@ -46,7 +46,7 @@ from torch.utils._pytree import tree_leaves
 from liger_dist.model.class_swap import swapped
 from liger_dist.model.document_rows import DocumentRows, rows_of
 from liger_dist.model.documents import LENGTHS, LENGTHS_OF_KEYS, POSITIONS, Documents, call_of, read_documents
-from liger_dist.model.quantized import dequantized_shape, is_quantized_linear
+from liger_dist.model.quantized import dequantized_shape, is_float8_linear, is_quantized_linear
 from liger_dist.model.structure import full_shape
 from liger_dist.sharding.fsdp2.expert_parallel import RANKS_OF_EXPERTS
 from liger_dist.sharding.process_groups import compute_device
@@ -540,6 +540,8 @@ def _without_weights(
                     del module.forward
                 if is_quantized_linear(module):
                     vars(module)["forward"] = partial(_quantized_linear, module)
+                if is_float8_linear(module):
+                    vars(module)["forward"] = partial(nn.Linear.forward, module)  # type: ignore[arg-type]
                 shape = dequantized_shape(module)
                 if shape is not None:
                     vars(module)["forward"] = partial(_dequantized, shape, device)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import on_device
 import pytest
 import torch
 import torch.distributed as dist
@@ -265,6 +266,26 @@ def kinds_beside_a_router() -> tuple[str, str]:
     mlp.router = torch.nn.Linear(64, 48)
     liger_dist.wrap(model, liger_dist.FSDP2(float8="tensorwise"))
     return type(mlp.router).__name__, type(mlp.up_proj).__name__
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_packed_documents_of_a_model_in_float8(recipe: Any) -> None:
+    """torchao's own conversion, or what unwrap leaves. A scale of all tokens mixes no documents; fp32 is near."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    device = compute_device()
+    exact, model = make_wide_model().to(device), make_wide_model().to(device)
+    settings = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=device.type == "cpu", pad_inner_dim=True)
+    convert_to_float8_training(model.model.layers, config=settings)
+    ids = make_batch(0)["input_ids"][:1]
+    positions = on_device.tensor([[*range(3), *range(ids.shape[1] - 3)]])
+    wrapped = [liger_dist.wrap(one, "none") for one in (exact, model)]
+    assert liger_dist.explain(wrapped[0]).packing == liger_dist.explain(wrapped[1]).packing
+    batch = {"input_ids": ids, "labels": ids, "position_ids": positions}
+    with torch.compiler.set_stance("force_eager"):
+        losses = [float(one(**batch).loss.detach()) for one in wrapped]
+    assert losses[1] != losses[0]
+    assert losses[1] == pytest.approx(losses[0], rel=2e-2)
 
 
 def test_experts_stay_in_the_compute_dtype(workers_2: Workers) -> None:
