@@ -45,8 +45,8 @@ MOST_REPEATED = 2
 OF_GLOO = (-signal.SIGSEGV, -signal.SIGABRT)
 """exit codes after which a call is made once more"""
 OF_MEMORY = ("make a tensor into a differentiable view, but the tensor already had autograd metadata",)
-"""words of torch's errors that say no more than a signal does: somebody else has written to the memory of a new tensor,
-most likely; this one came once, from ``repr`` of a parameter, and not again in 300 repetitions of the same call"""
+"""words of torch's errors that say no more than a signal does: most likely another thread has written into the memory
+of a new tensor; this one came once, from ``repr`` of a parameter, and not again in 300 repetitions of the same call"""
 WHERE = signal.SIGQUIT
 """asks a process that gives no result for its Python frames; a fatal signal would print those of C++ as well, thousands
 of lines"""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 
 from liger_dist import LigerDistError
 
-from .conversations import LEARNS, REASONING, ROLES, BadRowError, is_learned
+from .conversations import LEARNS, REASONING, ROLES, BadRowError, is_learned, texts_in
+from .json_text import parse_json
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """of templates that mark the answers themselves"""
@@ -46,11 +46,11 @@ class ChatTemplate:
         self._marks_answers = bool(GENERATION.search(str(tokenizer.chat_template)))
 
     def answers(self, turns: Turns, tools: Any, first: int = 0) -> tuple[str, list[Span]]:
-        """Renders a conversation; returns the text, and the answers in it that are learned, for "all" those that are
-        not.
+        """Renders a conversation; returns the text, and the answers in it that are learned. With "all" these are the
+        answers that are left out: those that are marked as not to be learned.
 
         Args:
-            first: answers before it are not learned, for "all" they are.
+            first: turns before it are not learned, but with "all".
 
         Raises:
             BadRowError: the template refuses the conversation, or where the answers stand is not known.
@@ -59,28 +59,29 @@ class ChatTemplate:
             raise BadRowError("holds chat turns but the tokenizer has no chat template; give --chat_template FILE")
         turns = self._as_the_template_has(turns)
         answers = [index for index, turn in enumerate(turns) if turn["role"] == "assistant"]
-        marked = {index for index in answers if is_learned(turns[index], index)}
         self._refuse_marks_elsewhere(turns)
-        learned = [index for index in answers if index >= first and index in marked]
+        unmarked = [index for index in answers if is_learned(turns[index], index)]
+        learned = [index for index in unmarked if index >= first]
         if self._train_on == "last_turn":
             learned = [index for index in learned if index == answers[-1]]
-        if self._train_on == "all":
-            learned = [index for index in answers if index not in marked]
+        is_all = self._train_on == "all"
+        left_out = [index for index in answers if index not in unmarked] if is_all else []
+        wanted = sorted({*learned, *left_out})
         if self._marks_answers:
-            text, spans = self._marked(turns, tools, answers, learned)
+            text, spans = self._marked(turns, tools, answers, wanted, told_apart=learned != answers)
         else:
             text, spans = self.render(turns, tools), []
-            for index in learned:
+            for index in wanted:
                 start, stop = self._span(turns, tools, index, text)
                 if stop == len(text) and not self._has_end(text[start:]):
                     text += self._added_end
                     stop = len(text)
                 spans.append((start, stop))
         # A template may mark an answer in several places.
-        is_one_each = len(learned) == len(spans)
-        by_turn = dict(zip(learned, spans if is_one_each else [(0, len(text))] * len(learned), strict=True))
-        self._refuse_left_out(turns, tools, text, by_turn)
-        return text, spans
+        is_one_each = len(wanted) == len(spans)
+        by_turn = dict(zip(wanted, spans if is_one_each else [(0, len(text))] * len(wanted), strict=True))
+        self._refuse_left_out(turns, tools, text, {index: by_turn[index] for index in learned})
+        return text, [by_turn[index] for index in left_out] if is_all else spans
 
     def _as_the_template_has(self, turns: Turns) -> Turns:
         """Turns with the names and forms that the template reads.
@@ -205,7 +206,7 @@ class ChatTemplate:
         """
         given = [(f"{name} of turn {index}", value) for index, turn in enumerate(turns) for name, value in turn.items()]
         for where, value in (*given, ("tools", tools)):
-            found = next(filter(None, map(self._special.search, _texts(value))), None)
+            found = next(filter(None, map(self._special.search, texts_in(value))), None)
             if found is not None:
                 raise BadRowError(
                     f"has the special token {found.group()!r} in the {where}, which would end or begin a turn there; "
@@ -245,8 +246,11 @@ class ChatTemplate:
         tokens = sorted(added | set(self._tokenizer.all_special_tokens), key=len, reverse=True)
         return re.compile("|".join(map(re.escape, tokens)) or "(?!)")
 
-    def _marked(self, turns: Turns, tools: Any, answers: list[int], learned: list[int]) -> tuple[str, list[Span]]:
-        """The answers that the template marks."""
+    def _marked(
+        self, turns: Turns, tools: Any, answers: list[int], wanted: list[int], *, told_apart: bool
+    ) -> tuple[str, list[Span]]:
+        """The answers that the template marks; those that are ``wanted``, one span each, if they are to be told
+        apart."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         settings = self._tokenizer.special_tokens_map | self._variables
@@ -261,14 +265,14 @@ class ChatTemplate:
             )
         except Exception as error:
             raise BadRowError(f"is refused by the chat template: {error}") from error
-        if learned == answers:
+        if not told_apart:
             return text, [(start, stop) for start, stop in spans]
         if len(spans) != len(answers):
             raise BadRowError(
                 f"has {len(answers)} answers, of which the chat template marks {len(spans)}, so that those to learn "
                 "are not known; learn all of them, or give another template with --chat_template FILE"
             )
-        return text, [spans[answers.index(index)] for index in learned]
+        return text, [spans[answers.index(index)] for index in wanted]
 
     def _span(self, turns: Turns, tools: Any, index: int, text: str) -> Span:
         """Finds an answer by what the template writes before and up to it, if it only appends."""
@@ -321,7 +325,7 @@ def read_variables(text: str | None) -> dict[str, Any]:
         LigerDistError: no JSON object.
     """
     try:
-        found = json.loads(text or "{}")
+        found = parse_json(text or "{}")
     except ValueError as error:
         raise LigerDistError(f"--chat_template_kwargs is {text!r}, which is no JSON ({error}).") from error
     if not isinstance(found, dict):
@@ -374,18 +378,6 @@ def _leaves(value: Any) -> list[Any]:
     if isinstance(value, list):
         return [leaf for item in value for leaf in _leaves(item)]
     return [value]
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """Yields every text in a value, the names of its fields among them."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for name, item in value.items():
-            yield from (*_texts(name), *_texts(item))
-    elif isinstance(value, list):
-        for item in value:
-            yield from _texts(item)
 
 
 def _is_written(value: Any, text: str, *, is_data: bool) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from transformers import SchedulerType
 
 from liger_dist import LigerDistError
 
+from .json_text import parse_json
 from .options import EVAL_FRACTION, MIN_RATIO, PRESETS, WINDOW, TrainOptions, is_hub_name
 from .parser import parse_as
 
@@ -46,7 +46,7 @@ class TrainConfig(TrainOptions):
     @property
     def lr_kwargs(self) -> dict[str, Any]:
         """``lr_scheduler_kwargs`` as a dict."""
-        found: dict[str, Any] = json.loads(self.lr_scheduler_kwargs or "{}")
+        found: dict[str, Any] = parse_json(self.lr_scheduler_kwargs or "{}")
         return found
 
     @property
@@ -54,7 +54,7 @@ class TrainConfig(TrainOptions):
         """``mtp`` as arguments of :class:`liger_dist.mtp.MultiTokenPrediction`; None without it."""
         if self.mtp is None:
             return None
-        found: dict[str, Any] = {"depth": 1} | json.loads(self.mtp)
+        found: dict[str, Any] = {"depth": 1} | parse_json(self.mtp)
         return found
 
     def _check_mtp(self) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterator
 from typing import Any
+
+from .json_text import parse_json
 
 SHAREGPT_ROLES = {
     "human": "user",
@@ -58,7 +60,7 @@ def _without_nulls(value: Any) -> Any:
 def read_tools(tools: Any) -> Any:
     """Reads a column that may hold JSON; None for an empty one."""
     try:
-        return (json.loads(tools) if tools.strip() else None) if isinstance(tools, str) else _without_nulls(tools)
+        return (parse_json(tools) if tools.strip() else None) if isinstance(tools, str) else _without_nulls(tools)
     except ValueError as error:
         raise BadRowError(f"has tools that are no JSON ({error})") from error
 
@@ -154,7 +156,7 @@ def _calls_of(turn: dict[str, Any], index: int) -> list[dict[str, Any]]:
 
 def _parsed(text: str, what: str, index: int) -> Any:
     try:
-        return json.loads(text)
+        return parse_json(text)
     except ValueError as error:
         raise BadRowError(f"has {text!r} for {what} in turn {index}, which is no JSON ({error})") from error
 
@@ -169,6 +171,18 @@ def _text_of_part(part: Any, index: int) -> str:
     if not isinstance(text, str):
         raise BadRowError(f"has {part!r} in the content of turn {index}; expected parts of text")
     return text
+
+
+def texts_in(value: Any) -> Iterator[str]:
+    """Yields every text in a value, the names of its fields among them."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            yield from (*texts_in(name), *texts_in(item))
+    elif isinstance(value, list):
+        for item in value:
+            yield from texts_in(item)
 
 
 def check_text(name: str, value: Any) -> str:

@@ -17,11 +17,11 @@ from liger_dist import LigerDistError, clip_grad_norm_
 from .config import TrainConfig
 from .distributed import UnwrittenError, rank
 from .engine import refuse_without_launcher
+from .json_text import parse_json
 from .model import build
 from .optimizer import decayed_parameters, make_optimizer, not_finite
 from .parallel_dims import ParallelDims
 from .safe_pickle import deepspeed_names
-from .sources import json_object
 
 
 class DeepSpeedEngine:
@@ -109,10 +109,12 @@ def deepspeed_settings(config: TrainConfig, dims: ParallelDims) -> dict[str, Any
     """
     path = Path(config.deepspeed or "")
     try:
-        settings = json.loads(path.read_text(), object_pairs_hook=json_object)
+        settings = parse_json(path.read_text())
     except (OSError, ValueError) as error:
         raise LigerDistError(f"--deepspeed {path} cannot be read: {error}; expected DeepSpeed's JSON.") from error
     _check_sections(path, settings)
+    # It is off, or "auto", which transformers' examples have beside bf16.
+    settings.pop("fp16", None)
     micro_batches = dims.micro_batches(config, dims.global_batch_size(config))
     wanted = {
         "train_micro_batch_size_per_gpu": config.batch_size,
@@ -150,8 +152,7 @@ def _check_sections(path: Path, settings: Any) -> None:
     stage = settings.get("zero_optimization", {}).get("stage", 0)
     if stage not in (0, 1, 2, 3):
         raise LigerDistError(f"{path} sets the ZeRO stage to {json.dumps(stage)}; expected 0, 1, 2 or 3.")
-    # Transformers writes "auto" for both kinds of 16 bits.
-    if settings.pop("fp16", {}).get("enabled", False) not in (False, "auto"):
+    if settings.get("fp16", {}).get("enabled", False) not in (False, "auto"):
         raise LigerDistError(f"{path} enables fp16, which this program has no scaling for; use --dtype bfloat16.")
     for name in ("optimizer", "scheduler"):
         if name in settings:

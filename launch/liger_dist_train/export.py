@@ -217,14 +217,13 @@ def _untie(model: Any) -> None:
         settings.tie_word_embeddings = False
 
 
-def _read_base(path: Path, description: dict[str, Any], base: Path | None, *, merge: bool) -> Any:
+def _read_base(path: Path, lora: dict[str, Any], base: Path | None, *, merge: bool) -> Any:
     """Reads the pretrained model of a checkpoint, and adds LoRA layers without values of the checkpoint. To ``merge``
     them, a base of 4 bits is dequantized.
 
     Raises:
         LigerDistError: its folder is not there, or has other weights or settings than those that were trained on.
     """
-    lora = description["lora"]
     folder = Path(lora["model"]) if base is None else base
     if not folder.is_dir():
         raise LigerDistError(
@@ -240,13 +239,13 @@ def _read_base(path: Path, description: dict[str, Any], base: Path | None, *, me
             f"{folder} is not the base of the LoRA checkpoint {path}: {other_weights}. Give the folder with those "
             "weights with --base FOLDER."
         )
-    model_settings = {name: value for name, value in description["model"].items() if name != MTP_DEPTH}
-    own = settings_of(read_config(folder))
-    if own != model_settings:
+    # Both are read by one version of transformers.
+    found_settings, expected = (settings_of(read_config(one)) for one in (folder, path / MODEL))
+    if found_settings != expected:
         raise LigerDistError(
             f"{folder} is not the base of the LoRA checkpoint {path}: its config.json is of "
-            f"{difference('model', own, model_settings)}. Give the folder that the LoRA layers were trained on with "
-            "--base FOLDER."
+            f"{difference('model', found_settings, expected)}. Give the folder that the LoRA layers were trained on "
+            "with --base FOLDER."
         )
     settings = {name: value for name, value in lora.items() if name not in ("weights", FOUR_BIT_EXPERTS)}
     config, experts = TrainConfig(**(settings | {"model": str(folder)})), merge and FOUR_BIT_EXPERTS in lora
@@ -328,7 +327,7 @@ def _empty_model(path: Path, description: dict[str, Any], base: Path | None, *, 
     """
     lora = description["lora"]
     if lora is not None:
-        model = _read_base(path, description, base, merge=merge)
+        model = _read_base(path, lora, base, merge=merge)
         folder = Path(lora["model"]) if base is None else base
         if MTP_DEPTH in description["model"] and has_prediction(model, folder):
             # Their buffers are the base's.

@@ -15,6 +15,7 @@ import numpy as np
 from liger_dist import LigerDistError
 
 from .config import TrainConfig
+from .conversations import texts_in
 from .data_loader import find_tokenization, found_source
 from .dataset import LISTS, Piece, count_labels, describe_bad_rows, make_piece
 from .distributed import on_rank_zero
@@ -59,7 +60,7 @@ def first_rows(
     read: list[dict[str, Any]] = []
     for row in read_rows(source.iter_parts(2**22)):
         read.append(row)
-        characters -= len(row["text"] or "") + len(str(row["values"]))
+        characters -= sum(map(len, texts_in([row["text"], row["values"]])))
         if len(read) == most or characters <= 0:
             break
     if not read:

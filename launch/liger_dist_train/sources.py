@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from liger_dist import LigerDistError
 
+from .json_text import parse_json
 from .options import COMPRESSED
 
 SUFFIXES = {
@@ -374,29 +375,9 @@ def _read_lines(part: Part) -> Iterator[Row]:
             at += len(line)
 
 
-class DuplicateNameError(ValueError):
-    """An object of JSON has a name twice."""
-
-
-def json_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Makes an object of JSON, for ``object_pairs_hook``.
-
-    Raises:
-        DuplicateNameError: it has a name twice, of which JSON's reader would keep the last one.
-    """
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise DuplicateNameError(f"has the name {twice!r} twice; expected each once")
-    return found
-
-
 def _json_row(file: str, at: int, line: bytes) -> Row:
     try:
-        values = json.loads(line, object_pairs_hook=json_object)
-    except DuplicateNameError as error:
-        return Row(file, at, None, str(error))
+        values = parse_json(line)
     except (ValueError, RecursionError) as error:
         return Row(file, at, None, f"is no JSON ({error})")
     return _object_row(file, at, values)
@@ -411,7 +392,7 @@ def _object_row(file: str, at: int, values: Any) -> Row:
 def _read_json(part: Part) -> Iterator[Row]:
     """Reads a list of objects."""
     with _opened(Path(part.file)) as stream:
-        found = json.loads(stream.read(), object_pairs_hook=json_object)
+        found = parse_json(stream.read())
     yield from (_object_row(part.file, index, values) for index, values in enumerate(found))
 
 

@@ -22,7 +22,7 @@ from .packing import has_label, pack, too_long_reason
 from .sources import Part, Source
 from .tokenization import Encoder, Tokenization
 
-STREAM_FORMAT = 2
+STREAM_FORMAT = 3
 """part of a stream's key; 1 packed the rows of a long text apart"""
 STREAM_PART = 2**23
 """bytes of a file that are read one after another in a stream; parts are shuffled"""

@@ -417,9 +417,8 @@ def _mask_of(row: dict[str, Any], name: str) -> NDArray[np.bool_] | None:
         return None
     marks = as_numbers(mask, "biuf")
     if len(mask) != len(ids) or marks is None or not np.isin(marks, (0, 1)).all():
-        article = "an" if name.startswith("a") else "a"
         raise BadRowError(
-            f"has {article} {name} of {len(mask)} numbers for {len(ids)} input_ids; expected 0 or 1 for each token"
+            f"has the {name} of {len(mask)} numbers for {len(ids)} input_ids; expected 0 or 1 for each token"
         )
     return marks.astype(bool)
 
@@ -437,8 +436,8 @@ def as_numbers(values: list[Any], kinds: str) -> NDArray[Any] | None:
     if found.ndim == 1 and found.dtype.kind in kinds:
         return found
     # Beyond 64 bits, where numpy makes objects or floats of them.
-    is_whole = all(isinstance(value, int) and not isinstance(value, bool) for value in values)
-    return np.array(values, dtype=object) if is_whole else None
+    are_integers = all(isinstance(value, int) and not isinstance(value, bool) for value in values)
+    return np.array(values, dtype=object) if are_integers else None
 
 
 def check_has_top_k(values: dict[str, Any] | None) -> None:

@@ -308,6 +308,26 @@ def test_special_tokens_in_texts() -> None:
     assert learned(tokenizer, KINDS["one"], split_special_tokens=True) == learned(tokenizer, KINDS["one"])
 
 
+def test_all_is_learned_of_what_the_template_writes() -> None:
+    """With ``--train_on all`` what it leaves out of a learned answer is refused, too."""
+    glm = tokenizer_for("glm4moe_training")
+    assert "has reasoning in turn 1 (assistant) that the chat template leaves out" in learned(
+        glm, KINDS["reasoning"], train_on="all"
+    )
+    marked = [turn | {"weight": 0} if "long" in turn["content"] else turn for turn in KINDS["reasoning"]]
+    for name in ("glm4moe_training", "llama3"):
+        tokenizer = tokenizer_for(name)
+        found = "".join(learned(tokenizer, marked, train_on="all"))
+        assert "First answer" not in found
+        assert "other thought" in found
+        assert "Second answer" in found
+        empty = [user("Hi"), assistant(""), *KINDS["one"]]
+        assert "has an empty answer in turn 1" in learned(tokenizer, empty, train_on="all")
+        assert "Hello world" in "".join(
+            learned(tokenizer, [empty[0], empty[1] | {"weight": 0}, *empty[2:]], train_on="all")
+        )
+
+
 def _called(city: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": "weather", "arguments": {"city": city}}}
 

@@ -377,9 +377,9 @@ def test_what_stands_beside_a_conversation_is_in_it(tokenizer: Any) -> None:
 def test_all_is_learned_but_what_is_marked(name: str, tokenizer: Any) -> None:
     turns = [TURNS[0], TURNS[1] | {name: 0}, *TURNS[2:]]
     found = learned(tokenizer, {"messages": turns}, Format(train_on="all"))
-    whole = learned(tokenizer, {"messages": TURNS}, Format(train_on="all"))
-    assert whole.count("I am fine.<|end|>") == 1
-    assert found == whole.replace("I am fine.<|end|>", "")
+    full = learned(tokenizer, {"messages": TURNS}, Format(train_on="all"))
+    assert full.count("I am fine.<|end|>") == 1
+    assert found == full.replace("I am fine.<|end|>", "")
     for mark, train_on in ((1, "assistant"), (1, "last_turn"), (0, "all")):
         marked = [TURNS[0] | {name: mark}, TURNS[1]]
         assert f"of turn 0 (user), which --train_on {train_on}" in str(
@@ -405,6 +405,7 @@ def test_masks_of_labels(name: str, tokenizer: Any) -> None:
     [
         ({"input_ids": [True, False]}, "has input_ids of type bool"),
         ({"prompt": "a", "completion": "b", "tools": "[1]"}, "has 'tools' beside 'prompt' and 'completion'"),
+        ({"messages": TURNS, "tools": '[{"name": "a", "name": "b"}]'}, "has the name 'name' twice"),
         ({"prompt": "a", "completion": "b", "system": "c"}, "has 'system' beside 'prompt' and 'completion'"),
         (
             {"messages": [TURNS[0], TURNS[1] | {"reasoning_content": "one", "thinking": "two"}]},
@@ -494,8 +495,8 @@ def test_a_name_twice_is_refused(tmp_path: Path) -> None:
     )
     rows = [Row(**row) for row in read_rows(find_source(str(lines)).parts(1000))]
     assert [row.reason for row in rows] == [
-        "has the name 'x' twice; expected each once",
-        "has the name 'text' twice; expected each once",
+        "is no JSON (it has the name 'x' twice; expected each once)",
+        "is no JSON (it has the name 'text' twice; expected each once)",
         None,
     ]
     table = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["text", "text"])

@@ -395,39 +395,6 @@ def unwrapped() -> tuple[float, float, float, float]:
     return first, after, again, worst(model, truth)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"expert_parallel": 2},
-        {"expert_parallel": 2, "lm_head": "vocab_parallel"},
-        {"lm_head": "vocab_parallel"},
-        {"expert_parallel": 2, "depth": 1},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("tied", [False, True])
-def test_packed_documents_after_unwrap(tied: bool, options: dict[str, Any], workers_2: Workers) -> None:
-    for before, after, rows in workers_2.run(packed_again, options, tied):
-        assert after == pytest.approx(before, rel=1e-6)
-        assert rows[0] == rows[1], "explain"
-
-
-def packed_again(options: dict[str, Any], tied: bool) -> tuple[float, float, list[str | None]]:
-    model: Any = make_model("qwen3_moe", tied=tied)
-    options = dict(options)
-    if depth := options.pop("depth", 0):
-        model = add_mtp(model, depth=depth, dtype=torch.float64)
-    ids = on_device.randint(3, 100, (2, 12), generator=torch.Generator().manual_seed(dist.get_rank()))
-    positions = on_device.tensor([*range(5), *range(7)]).expand(2, 12)
-    batch = {"input_ids": ids, "labels": ids, "position_ids": positions}
-    losses, rows = [], []
-    for strategy in (liger_dist.FSDP2(**options), "auto"):
-        model = liger_dist.wrap(liger_dist.unwrap(model) if losses else model, strategy)
-        losses.append(float(model(**batch).loss.detach()))
-        rows.append(liger_dist.explain(model).sharding.get("experts"))
-    return losses[0], losses[1], rows
-
-
 def test_what_packing_would_be_is_known_to_each_rank(workers_2: Workers) -> None:
     """Without the other ranks, of a model that was wrapped, too."""
     assert workers_2.run(asked_on_one_rank) == [None, None]

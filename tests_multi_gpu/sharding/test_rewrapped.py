@@ -13,6 +13,7 @@ import torch.distributed as dist
 from full_tensors import full_gradients
 from harness import Workers
 from models import make_model
+from mtp_models import add_mtp
 from torch.distributed.device_mesh import init_device_mesh
 
 import liger_dist
@@ -34,11 +35,12 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "tp": liger_dist.TensorParallel,
     "fsdp2 x tp": lambda: liger_dist.FSDP2(mesh=with_axis("tp")),
     "experts on two ranks": lambda: liger_dist.FSDP2(expert_parallel=2),
+    "experts on two ranks, vocab-parallel": lambda: liger_dist.FSDP2(expert_parallel=2, lm_head="vocab_parallel"),
 }
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe", "qwen3_5_text"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe", "qwen3_moe, MTP", "qwen3_5_text"])
 def test_a_second_wrap_computes_as_the_first(family: str, tied: bool, workers_2: Workers) -> None:
     for differences in workers_2.run(differences_of, family, tied):
         assert not differences
@@ -47,18 +49,19 @@ def test_a_second_wrap_computes_as_the_first(family: str, tied: bool, workers_2:
 def differences_of(family: str, tied: bool) -> dict[str, str]:
     found = {}
     for name, make in STRATEGIES.items():
-        if name == "experts on two ranks" and "moe" not in family:
+        if "experts" in name and "moe" not in family:
             continue
-        model: Any = make_model(family, tied=tied)
+        model: Any = make_model(family.partition(",")[0], tied=tied)
+        model = add_mtp(model, depth=1, dtype=torch.float64) if "MTP" in family else model
         # Ranks of a tensor-parallel group see the same tokens.
         rank = 0 if "tp" in name else dist.get_rank()
         ids = on_device.randint(3, 100, (2, 8), generator=torch.Generator().manual_seed(rank))
         texts = {"input_ids": ids, "labels": ids}
         batches = [texts, texts | {"position_ids": on_device.tensor([*range(3), *range(5)]).expand(2, 8)}]
         model = liger_dist.wrap(model, make())
-        first = [results(model, batch) for batch in batches], liger_dist.explain(model).packing
+        first = [results(model, batch) for batch in batches], said(model)
         model = liger_dist.wrap(liger_dist.unwrap(model), make() if name == "ddp" else "auto")
-        second = [results(model, batch) for batch in batches], liger_dist.explain(model).packing
+        second = [results(model, batch) for batch in batches], said(model)
         if first[1] != second[1]:
             found[name] = f"{first[1]}, then {second[1]}"
         for before, after in zip(first[0], second[0], strict=True):
@@ -66,6 +69,12 @@ def differences_of(family: str, tied: bool) -> dict[str, str]:
             if before.keys() != after.keys() or worst > 1e-6:
                 found[name] = f"{worst:.1e}"
     return found
+
+
+def said(model: Any) -> tuple[str, str | None]:
+    """What ``explain`` says of packed documents and of experts."""
+    found = liger_dist.explain(model)
+    return found.packing, found.sharding.get("experts")
 
 
 def results(model: Any, batch: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -201,7 +201,7 @@ def reduce_each_pass(module: nn.Module) -> None:
     ``use_reentrant=True`` has a backward inside the backward, and FSDP2 leaves a group inside of the layer in the state
     of that backward until all of them have ended. In the forward that the next pass recomputes it takes the group for
     one whose first forward has asked for the reduction, which a forward without gradients has not: the gradients of all
-    passes but the first would be left until the next step, and be in its gradients (torch 2.11 to 2.13).
+    passes but the first would be left until the next step, and be in its gradients (torch 2.13).
     """
     module.register_forward_pre_hook(_ask_for_reduction, with_kwargs=True)
 
