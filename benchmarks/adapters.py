@@ -1,6 +1,7 @@
 """Times LoRA steps on a frozen base of 16 or 4 bits, on one GPU and under FSDP2.
 
     python -m torch.distributed.run --standalone --nproc-per-node 1 -m benchmarks.adapters
+    python -m torch.distributed.run --standalone --nproc-per-node 1 -m benchmarks.adapters --four_bits
     python -m torch.distributed.run --standalone --nproc-per-node 2 -m benchmarks.adapters --sharding fsdp2
 
 Llama's 8B shape with random weights: LoRA of rank 16 on all linear layers of the decoder, 2 x 2048 tokens on each GPU,
@@ -42,12 +43,16 @@ WAYS = {
         "PEFT + Liger",
         "PEFT",
         "PEFT, layers compiled",
-        "liger_dist, 4 bits",
-        "PEFT + Liger, 4 bits",
-        "PEFT, 4 bits",
         "liger_dist, fp32 adapters",
         "PEFT + Liger, fp32 adapters",
         "PEFT, fp32 adapters",
+    ),
+    "none, 4 bits": (
+        "liger_dist, 4 bits",
+        "liger_dist, 4 bits, layers compiled",
+        "PEFT + Liger, 4 bits",
+        "PEFT, 4 bits",
+        "PEFT, 4 bits, layers compiled",
         "liger_dist, 4 bits, fp32 adapters",
         "PEFT, 4 bits, fp32 adapters",
     ),
@@ -184,7 +189,8 @@ def row_of(problem: str, way: str, training: Training, ids: Tensor) -> Row:
 
 def main() -> None:
     parser = arguments(__doc__ or "")
-    parser.add_argument("--sharding", choices=list(WAYS), default="none")
+    parser.add_argument("--sharding", choices=["none", "fsdp2"], default="none")
+    parser.add_argument("--four_bits", action="store_true", help="on one GPU: a base of 4 bits")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--ways", help="ways to train, separated by semicolons; default: all")
     given = parser.parse_args()
@@ -193,11 +199,12 @@ def main() -> None:
     from transformers.models.llama import modeling_llama as module
 
     own, bases = dict(vars(module)), (dict[str, Tensor](), dict[str, Any]())
-    ways = given.ways.split(";") if given.ways else WAYS[given.sharding]
+    suffix = ", 4 bits" if given.four_bits and given.sharding == "none" else ""
+    ways = given.ways.split(";") if given.ways else WAYS[given.sharding + suffix]
     generator = torch.Generator("cuda").manual_seed(dist.get_rank())
     ids = torch.randint(VOCAB_SIZE, TOKENS, device="cuda", generator=generator)
     where = "one GPU" if given.sharding == "none" else f"FSDP2 on {dist.get_world_size()} GPUs"
-    problem = f"LoRA on {given.layers} layers of Llama 8B, 2 x 2048 tokens, {where}"
+    problem = f"LoRA on {given.layers} layers of Llama 8B, 2 x 2048 tokens, {where}{suffix}"
     make_model(given.layers, *bases, four_bit=False)
     if any("4 bits" in way for way in ways):
         make_model(given.layers, *bases, four_bit=True)

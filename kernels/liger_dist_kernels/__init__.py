@@ -30,6 +30,8 @@ from .experts import outer_products_with_tokens as outer_products_with_tokens
 from .experts import product_with_bias as product_with_bias
 from .experts import route as route
 from .experts import sum_of_experts as sum_of_experts
+from .four_bit import QuantizedScales as QuantizedScales
+from .four_bit import dequantize_4bit as dequantize_4bit
 from .gated_activation import ACTIVATIONS as ACTIVATIONS
 from .gated_activation import Activation as Activation
 from .gated_activation import gated_activation_bwd as gated_activation_bwd

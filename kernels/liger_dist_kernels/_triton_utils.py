@@ -4,6 +4,7 @@ as probabilities and exponentials of differences."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -65,7 +66,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
         with torch.cuda.device(device):
             launch(kernel, grid, *args, **options)
         return
-    key = (id(kernel), device, *map(_kind_of, args), *options, *map(_value_of, options.values()))
+    key = (id(kernel), device, *_kinds_of(args), *options, *_kinds_of(options.values(), may_be_constants=True))
     known = _COMPILED.get(key)
     if known is not None:
         compiled, names, _ = known
@@ -79,16 +80,18 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
         _COMPILED[key] = found, tuple(kernel.arg_names[len(args) :]), kernel
 
 
-def _kind_of(argument: Any) -> Any:
-    """Returns what Triton compiles a kernel for, or more: dtype and alignment of a tensor, the value of an integer."""
-    return float if type(argument) is float else _value_of(argument)
-
-
-def _value_of(option: Any) -> Any:
-    """Returns what Triton compiles a kernel for, or more, for parameters that may be constants."""
-    if isinstance(option, Tensor):
-        return option.dtype, option.data_ptr() % 16 == 0
-    return option
+def _kinds_of(arguments: Iterable[Any], *, may_be_constants: bool = False) -> list[Any]:
+    """Returns what Triton compiles a kernel for, or more: dtype and alignment of a tensor, and the value of everything
+    else but numbers of ``float``, which count if they may be constants."""
+    kinds: list[Any] = []
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            kinds += argument.dtype, argument.data_ptr() % 16 == 0
+        elif type(argument) is float and not may_be_constants:
+            kinds.append(float)
+        else:
+            kinds.append(argument)
+    return kinds
 
 
 def cdiv(a: int, b: int) -> int:

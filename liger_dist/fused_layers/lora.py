@@ -38,7 +38,7 @@ from liger_dist.trials.kinds import agrees, run_class_forward
 from liger_dist.trials.model_run import Groups
 from liger_dist_kernels import Backend
 
-from .swap import Kind, Match, has_hooks, has_kernels, is_local, is_plain_linear, match_of
+from .swap import Kind, Match, has_hooks, has_kernels, is_local, is_plain_linear, match_of, tensor_of
 
 TOLERANCE = 1e-5
 _PARTS = ("lora_A", "lora_B")
@@ -85,7 +85,7 @@ class _Projections(torch.autograd.Function):
         x_TI = x.flatten(0, -2)
         low_Tr = x_TI @ _stacked(projections, x.dtype).T
         outputs = []
-        for projection, low in zip(projections, low_Tr.split(_ranks(projections), 1), strict=True):
+        for projection, low in zip(projections, _parts_of_each(low_Tr, _ranks(projections)), strict=True):
             # The output is no view, so that the model may change it in place.
             output = x.new_empty(*x.shape[:-1], projection.weight_Or.shape[0])
             y = output.view(-1, output.shape[-1]) if x.numel() else output.flatten(0, -2)
@@ -122,10 +122,10 @@ class _Projections(torch.autograd.Function):
         has_all = all(d is not None for d in d_outputs)
         d_low_Tr = torch.empty_like(low_Tr) if has_all else torch.zeros_like(low_Tr)
         ranks = _ranks(projections)
-        parts = zip(projections, d_outputs, low_Tr.split(ranks, 1), d_low_Tr.split(ranks, 1), strict=True)
+        lows, d_lows = _parts_of_each(low_Tr, ranks), _parts_of_each(d_low_Tr, ranks)
         d_y = [None if d is None else d.flatten(0, -2) for d in d_outputs]
         d_bs: list[Tensor | None] = []
-        for (projection, _, low, d_low), d in zip(parts, d_y, strict=True):
+        for projection, low, d_low, d in zip(projections, lows, d_lows, d_y, strict=True):
             if d is not None:
                 b = projection.weight_Or.to(x.dtype)
                 torch.addmm(d_low, d, b, beta=0, alpha=projection.scaling, out=d_low)
@@ -154,6 +154,11 @@ def _scaled_product(left: Tensor, right: Tensor, scaling: float) -> Tensor:
 
 def _ranks(projections: Sequence[Projection]) -> list[int]:
     return [projection.weight_rI.shape[0] for projection in projections]
+
+
+def _parts_of_each(low_Tr: Tensor, ranks: list[int]) -> Sequence[Tensor]:
+    # Not Tensor.split, which asks Python code first.
+    return (low_Tr,) if len(ranks) == 1 else torch.split_with_sizes(low_Tr, ranks, 1)
 
 
 def _stacked(projections: Sequence[Projection], dtype: torch.dtype) -> Tensor:
@@ -283,12 +288,14 @@ def _compute(module: Any, match: LowRankMatch, x: Any = None, *args: Any, **kwar
     ready, match.ready = match.ready, None
     if args or kwargs or not has_kernels(x) or x.dim() < 2 or _casts(x):
         return NotImplemented
-    first = _projection(module, x)
-    if first is not None:
-        is_ready = ready is not None and ready[0] is x and first.is_same(ready[2]) and not has_hooks(module)
-        if ready is not None and is_ready and ready[1] == _state_of_call(first, x):
-            return ready[3]
-        return _together(module, match, first, x)
+    # Else each attribute of a Params4bit passes through Python code of its class.
+    with torch._C.DisableTorchFunctionSubclass():
+        first = _projection(module, x)
+        if first is not None:
+            is_ready = ready is not None and ready[0] is x and first.is_same(ready[2]) and not has_hooks(module)
+            if ready is not None and is_ready and ready[1] == _state_of_call(first, x):
+                return ready[3]
+            return _together(module, match, first, x)
     name = None if torch.is_autocast_enabled(x.device.type) else _adapter(module, x)
     if name is None:
         return NotImplemented
@@ -343,39 +350,41 @@ def _projection(module: Any, x: Tensor) -> Projection | None:
     if name is None:
         return None
     base, a, b = modules["base_layer"], modules["lora_A"]._modules[name], modules["lora_B"]._modules[name]
-    is_plain, is_four_bit = is_plain_linear(base), is_four_bit_linear(base) and not has_hooks(base)
-    if not (is_plain or is_four_bit) or has_hooks(a) or has_hooks(b):
+    is_plain = is_plain_linear(base)
+    if not is_plain and (not is_four_bit_linear(base) or has_hooks(base)):
         return None
     # See [Note: fp32 matrices over a base of 16 bits].
-    rounds = x.dtype == torch.bfloat16 or torch.is_autocast_enabled(x.device.type)
-    dtypes = (x.dtype, torch.float32) if rounds else (x.dtype,)
-    if not (_is_plain_matrix(a, *dtypes) and _is_plain_matrix(b, *dtypes)):
+    dtype = x.dtype
+    rounds = dtype == torch.bfloat16 or torch.is_autocast_enabled(x.device.type)
+    dtypes = (dtype, torch.float32) if rounds else (dtype,)
+    low, high = _plain_matrix(a, dtypes), _plain_matrix(b, dtypes)
+    if low is None or high is None or has_hooks(a) or has_hooks(b):
         return None
-    # As attributes: FSDP1 keeps full weights there, and not among the parameters.
-    weight, bias, low, high = base.weight, base.bias, a.weight, b.weight
-    if (low.shape[1], high.shape[0], high.shape[1]) != (x.shape[-1], base.out_features, low.shape[0]):
+    weight, bias = tensor_of(base, "weight"), tensor_of(base, "bias")
+    (rank, width), (features, rank_of_b) = low.shape, high.shape
+    if (width, features, rank_of_b) != (x.shape[-1], base.out_features, rank):
         return None
     state = None
     if is_plain:
-        is_full = weight.dtype == x.dtype and weight.shape == (high.shape[0], low.shape[1])
+        is_full = weight.dtype == dtype and weight.shape == (features, width)
         if not is_full or weight.untyped_storage().nbytes() == 0:
             return None
     else:
         # Without gradients bitsandbytes multiplies packed weights, of which it reads a quarter of the bytes.
-        state = quant_state(base, x.dtype) if torch.is_grad_enabled() else None
+        state = quant_state(base, dtype) if torch.is_grad_enabled() else None
         if state is None:
             return None
-    if weight.requires_grad or is_stored_by_zero3(weight) or (bias is not None and bias.dtype != x.dtype):
+    if weight.requires_grad or is_stored_by_zero3(weight) or (bias is not None and bias.dtype != dtype):
         return None
     return Projection(weight, state, bias, low, high, module.scaling[name])
 
 
-def _is_plain_matrix(layer: nn.Module, *dtypes: torch.dtype) -> bool:
-    """True for A or B as PEFT makes it, in one of these dtypes, with a full weight."""
-    if type(layer) is not nn.Linear or layer.bias is not None:
-        return False
-    weight = layer.weight
-    return is_local(weight) and weight.dtype in dtypes and weight.dim() == 2
+def _plain_matrix(layer: nn.Module, dtypes: tuple[torch.dtype, ...]) -> Tensor | None:
+    """Returns the full weight of A or B as PEFT makes it, in one of these dtypes; None otherwise."""
+    if type(layer) is not nn.Linear or tensor_of(layer, "bias") is not None:
+        return None
+    weight = tensor_of(layer, "weight")
+    return weight if is_local(weight) and weight.dtype in dtypes and weight.dim() == 2 else None
 
 
 def _casts(x: Tensor) -> bool:
@@ -397,7 +406,7 @@ def _adapter(module: Any, x: Any) -> str | None:
     if name is None or not _is_fresh_output_of(modules["base_layer"]):
         return None
     a, b = modules["lora_A"]._modules[name], modules["lora_B"]._modules[name]
-    is_plain = all(_is_plain_matrix(part, x.dtype) for part in (a, b))
+    is_plain = all(_plain_matrix(part, (x.dtype,)) is not None for part in (a, b))
     return name if is_plain and not has_hooks(b) else None
 
 

@@ -58,13 +58,10 @@ class Output:
     dtype: torch.dtype
     version: int
 
-    def is_kept_as(self, saved: Any) -> bool:
+    def is_kept_as(self, saved: Tensor) -> bool:
         """True for the same values, not their negatives."""
-        is_plain = type(saved) is Tensor and saved.layout is torch.strided
-        is_inside = is_plain and self.first <= saved.data_ptr() < self.end
-        is_same = is_inside and saved.dtype == self.dtype and saved._version == self.version and not saved.is_neg()
-        # A detached tensor may outlive the function that would recompute it.
-        return is_same and saved.requires_grad
+        is_inside = saved.layout is torch.strided and self.first <= saved.data_ptr() < self.end
+        return is_inside and saved.dtype == self.dtype and saved._version == self.version and not saved.is_neg()
 
 
 class RecomputedFunction(torch.autograd.Function):
@@ -299,6 +296,9 @@ def _step_at(node: Any, steps: _Steps) -> _Step:
 def _replace(raw: Any, saved: Any, producers: list[Any]) -> Any:
     """Replaces a saved tensor, whose handle is ``raw``, by a part of an output, and returns the producer; None if it is
     not one of them."""
+    # Most are parameters. A detached tensor may outlive the function that would recompute it.
+    if type(saved) is not Tensor or not saved.requires_grad:
+        return None
     for producer in producers:
         if producer.output.is_kept_as(saved):
             raw.register_hooks(partial(_Part, producer), _Part.compute)

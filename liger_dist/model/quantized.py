@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from liger_dist_kernels import QuantizedScales, dequantize_4bit
+
 _PACKAGE = "bitsandbytes"
 _PACKS_ON_CPU = "support_avx512bf16_for_cpu"
 SETTINGS = ("quant_state", "quant_storage")
@@ -215,9 +217,34 @@ def quant_state(linear: Any, dtype: torch.dtype) -> Any:
 
 
 def dequantized(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
-    """Returns the full weight of 4 bits in ``dtype``, ``[O, I]`` of a linear layer."""
-    weight: Tensor = sys.modules[_PACKAGE].functional.dequantize_4bit(packed.view(-1, 1), state)
+    """Returns the full weight of 4 bits in ``dtype``, ``[O, I]`` of a linear layer, bit by bit that of bitsandbytes: on
+    GPUs in one launch, where bitsandbytes needs three for double quantisation."""
+    shape = torch.Size(state.shape)
+    # Else each access to a Params4bit passes through Python code of its class.
+    with torch._C.DisableTorchFunctionSubclass():
+        if packed.is_cuda and shape.numel() % 8 == 0 and packed.data_ptr() % 4 == 0 and packed.is_contiguous():
+            weight = _dequantized_on_gpu(packed.view(torch.uint8), state, shape)
+        else:
+            weight = sys.modules[_PACKAGE].functional.dequantize_4bit(packed.view(-1, 1), state)
     return weight.to(dtype)
+
+
+def _dequantized_on_gpu(packed: Tensor, state: Any, shape: torch.Size) -> Tensor:
+    if state.code.device != packed.device:
+        # The kernels of bitsandbytes have these levels themselves.
+        state.to(packed.device)
+    nested = state.state2
+    return dequantize_4bit(
+        packed,
+        state.code,
+        state.absmax,
+        state.blocksize,
+        shape=shape,
+        dtype=state.dtype,
+        quantized=None
+        if nested is None
+        else QuantizedScales(nested.code, nested.absmax, nested.blocksize, state.offset),
+    )
 
 
 def as_bytes(layer: Any, weight: Any) -> Tensor:

@@ -171,6 +171,7 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
     yield from gated_norms()
     yield from convolutions()
     yield from experts()
+    yield from four_bits()
 
 
 def cross_entropies() -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -292,6 +293,25 @@ def convolutions() -> Iterator[tuple[str, Callable[[], Any]]]:
             kernels.causal_convolution_bwd(x, *given, needs_weight=True, activation="silu")
 
         yield f"convolution, {str(dtype)[6:]}, {taps} taps{', packed' * is_packed}{', bias' * has_bias}", call
+
+
+def four_bits() -> Iterator[tuple[str, Callable[[], Any]]]:
+    for dtype, block, double in itertools.product(DTYPES, (64, 4096), (False, True)):
+
+        def call(dtype: torch.dtype = dtype, block: int = block, double: bool = double) -> None:
+            shape, blocks = (14336, 4096), 14336 * 4096 // block
+            nested = kernels.QuantizedScales(vector(size=256), vector(size=blocks // 256), 256, vector(size=1))
+            kernels.dequantize_4bit(
+                vector(torch.uint8, 14336 * 2048),
+                vector(size=16),
+                vector(torch.uint8 if double else torch.float32, blocks),
+                block,
+                shape=shape,
+                dtype=dtype,
+                quantized=nested if double else None,
+            )
+
+        yield f"4 bits, {str(dtype)[6:]}, blocks of {block}{', double' * double}", call
 
 
 GATES = {
