@@ -77,7 +77,7 @@ class Rates:
     """for each unit of FSDP2 or FSDP1, and the root"""
     lora: float = 88e-6
     """for each LoRA layer; half of it where layers are compiled"""
-    packed: float = 0.71e-3
+    packed: float = 0.456e-3
     """for each linear layer of 4 bits"""
     zero3: float = 23.7e-3
     """for each layer under ZeRO-3, instead of the times above"""
