@@ -199,7 +199,9 @@ def main() -> None:
     from transformers.models.llama import modeling_llama as module
 
     own, bases = dict(vars(module)), (dict[str, Tensor](), dict[str, Any]())
-    suffix = ", 4 bits" if given.four_bits and given.sharding == "none" else ""
+    if given.four_bits and given.sharding != "none":
+        parser.error("--four_bits is for one GPU; the ways under FSDP2 have both bases")
+    suffix = ", 4 bits" if given.four_bits else ""
     ways = given.ways.split(";") if given.ways else WAYS[given.sharding + suffix]
     generator = torch.Generator("cuda").manual_seed(dist.get_rank())
     ids = torch.randint(VOCAB_SIZE, TOKENS, device="cuda", generator=generator)

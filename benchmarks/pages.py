@@ -132,9 +132,9 @@ longer than those that are timed.""",
         "adapters",
         "Adapters: LoRA and QLoRA",
         """Steps of LoRA (rank 16 on all linear layers of the decoder), bf16, without activation checkpointing. 4 bits:
-nf4 with double quantization. `replicated`: every rank has the full frozen weights, and the LoRA layers are
-in one group; `per layer`: in one group for each layer. `GPU`: at least one kernel runs. The peak includes
-the weights. [Adapters on several GPUs](../adapters.md) says which way to use.""",
+nf4 with double quantization. `replicated`: full frozen weights on every rank, LoRA layers in one group;
+`per layer`: one group for each layer. `GPU`: at least one kernel runs. Peaks include weights. [Which way to
+use](../adapters.md).""",
         (Group((*STEP, "host ms", "GPU busy ms")),),
         Picture(
             "A step of LoRA on 32 layers of Llama 8B, 4096 tokens",

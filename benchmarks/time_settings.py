@@ -283,11 +283,8 @@ SETTINGS: tuple[Setting, ...] = (
     _adapters(32, "liger_dist, 4 bits", "one GPU, 4 bits", fits=True),
     _adapters(8, "liger_dist", fits=True),
     _adapters(8, "liger_dist, layers compiled"),
-    _adapters(8, "liger_dist, 4 bits"),
     _adapters(32, "liger_dist", "FSDP2 on 2 GPUs"),
     _adapters(32, "liger_dist, replicated", "FSDP2 on 2 GPUs"),
-    _adapters(32, "liger_dist, 4 bits", "FSDP2 on 2 GPUs"),
-    _adapters(32, "liger_dist, replicated, 4 bits", "FSDP2 on 2 GPUs"),
     *_experts("Qwen3-30B-A3B, 4 layers, sdpa, 8192 tokens", "qwen3_moe", MIXTURE, fits=True),
     *_experts(
         "gpt-oss-20b, 4 layers, flex_attention, 8192 tokens",

@@ -66,7 +66,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
         with torch.cuda.device(device):
             launch(kernel, grid, *args, **options)
         return
-    key = (id(kernel), device, *_kinds_of(args), *options, *_kinds_of(options.values(), may_be_constants=True))
+    key = (id(kernel), device, *_kinds_of(args), *options, *_kinds_of(options.values(), are_options=True))
     known = _COMPILED.get(key)
     if known is not None:
         compiled, names, _ = known
@@ -80,14 +80,14 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
         _COMPILED[key] = found, tuple(kernel.arg_names[len(args) :]), kernel
 
 
-def _kinds_of(arguments: Iterable[Any], *, may_be_constants: bool = False) -> list[Any]:
-    """Returns what Triton compiles a kernel for, or more: dtype and alignment of a tensor, and the value of everything
-    else but numbers of ``float``, which count if they may be constants."""
+def _kinds_of(arguments: Iterable[Any], *, are_options: bool = False) -> list[Any]:
+    """Returns what Triton compiles a kernel for, or more: dtype and alignment of a tensor, and the value of all else.
+    The value of a ``float`` counts among options alone, which may be constants."""
     kinds: list[Any] = []
     for argument in arguments:
         if isinstance(argument, Tensor):
-            kinds += argument.dtype, argument.data_ptr() % 16 == 0
-        elif type(argument) is float and not may_be_constants:
+            kinds.append((argument.dtype, argument.data_ptr() % 16 == 0))
+        elif type(argument) is float and not are_options:
             kinds.append(float)
         else:
             kinds.append(argument)

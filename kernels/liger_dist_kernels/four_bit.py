@@ -4,13 +4,14 @@ launch, also where the scales are quantised to 8 bits themselves.
 
 Two weights are in a byte, the first one in its upper half. A weight is ``level * scale``; with double quantisation the
 scale of block ``i`` is ``scale_level[code_i] * scale_of_scales[i // scales_block] + offset``. All is computed in fp32,
-each product and each sum rounded alone as bitsandbytes does, and rounded once to the dtype of the result.
+each product and each sum rounded alone, as bitsandbytes does, and rounded once to the dtype of the result.
 
 Legend: N weights, S blocks.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -41,7 +42,7 @@ def _four_bit_kernel(
     out_ptr, packed_ptr, levels_ptr, scales_ptr, scale_levels_ptr, scale_of_scales_ptr, offset_ptr, num_words,
     WORDS: tl.constexpr, WORDS_OF_BLOCK: tl.constexpr, SCALES_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of ``WORDS`` words of eight weights, so that a thread stores eight that lie beside each other."""
+    """Dequantises ``WORDS`` words of eight weights each; a thread stores eight that lie beside each other."""
     first = tl.program_id(0).to(tl.int64) * WORDS
     word = tl.arange(0, WORDS)
     mask = word < tl.minimum(num_words - first, WORDS).to(tl.int32)
@@ -75,12 +76,24 @@ def dequantize_4bit(
     """Returns the weights of 4 bits as a new tensor of ``shape`` and ``dtype``.
 
     Args:
-        packed: uint8, contiguous, ``N / 2`` elements in any shape; N is a multiple of 8.
+        packed: uint8, contiguous, ``N / 2`` elements in any shape, which begin at a multiple of 4 bytes; N is a
+            multiple of 8.
         levels_16: fp32: the value of each code of 4 bits, such as nf4's.
-        scales_S: fp32, ``S = ceil(N / block_size)``; uint8 with ``quantized``.
+        scales_S: fp32, contiguous, ``S = ceil(N / block_size)``; uint8 with ``quantized``.
         block_size: weights of a block, a power of 2 of at least 8.
         quantized: what ``scales_S`` stand for in double quantisation.
+
+    Raises:
+        ValueError: ``packed`` or ``block_size`` is not as above.
     """
+    is_packed = packed.dtype == torch.uint8 and packed.is_contiguous() and packed.data_ptr() % 4 == 0
+    if not is_packed or packed.numel() % 4 or packed.numel() * 2 != math.prod(shape):
+        raise ValueError(
+            f"packed is {tuple(packed.shape)}, {packed.dtype}, for weights {tuple(shape)}; expected contiguous uint8, "
+            "half as many as weights, a multiple of 4, at an address that is a multiple of 4."
+        )
+    if block_size < 8 or block_size & (block_size - 1):
+        raise ValueError(f"block_size is {block_size}; expected a power of 2 of at least 8.")
     out = torch.empty(shape, dtype=dtype, device=packed.device)
     if not runs_triton(packed, backend):
         return out.copy_(_reference(packed, levels_16, scales_S, block_size, quantized).view(shape))

@@ -49,7 +49,7 @@ GATED_ACTIVATION = {"BLOCK": 4096, "num_warps": 8}
 """forward and backward"""
 NORM_BWD_SUM = {"BLOCK_P": 64, "BLOCK_D": 32, "num_warps": 4}
 FOUR_BIT = {"WORDS": 512, "num_warps": 4}
-"""words of eight weights that a program dequantises"""
+"""of a program: words of eight weights, and warps"""
 
 
 def causal_convolution_sizes(num_elements: int, *, most_tokens: int) -> dict[str, int]:

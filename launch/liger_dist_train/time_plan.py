@@ -61,11 +61,11 @@ class Card:
 class Rates:
     """What was measured: fractions of the data sheets, and seconds of the host."""
 
-    products: float = 0.783
-    attention: float = 0.313
+    products: float = 0.768
+    attention: float = 0.316
     memory: float = 0.949
-    links: float = 0.304
-    contention: float = 0.200
+    links: float = 0.308
+    contention: float = 0.166
     """seconds that computation loses for each second of a collective beside it, whose kernels take multiprocessors"""
     compiled: float = 2.11e-3
     """seconds of the host for a compiled layer, forward and backward"""
@@ -75,11 +75,11 @@ class Rates:
     """for each layer whose parameters FSDP2 or FSDP1 shards, beside its unit"""
     unit: float = 3.08e-3
     """for each unit of FSDP2 or FSDP1, and the root"""
-    lora: float = 88e-6
+    lora: float = 89e-6
     """for each LoRA layer; half of it where layers are compiled"""
     packed: float = 0.456e-3
     """for each linear layer of 4 bits"""
-    zero3: float = 23.7e-3
+    zero3: float = 23.6e-3
     """for each layer under ZeRO-3, instead of the times above"""
 
 

@@ -70,7 +70,8 @@ class Projection:
         return is_same and self.scaling == other.scaling and all(one is two for one, two in pairs)
 
     def has_inference(self) -> bool:
-        return any(tensor.is_inference() for tensor in self.tensors())
+        with torch._C.DisableTorchFunctionSubclass():
+            return any(tensor.is_inference() for tensor in self.tensors())
 
     def full_weight(self, dtype: torch.dtype) -> Tensor:
         return self.weight if self.state is None else dequantized(self.weight, self.state, dtype)
@@ -85,7 +86,7 @@ class _Projections(torch.autograd.Function):
         x_TI = x.flatten(0, -2)
         low_Tr = x_TI @ _stacked(projections, x.dtype).T
         outputs = []
-        for projection, low in zip(projections, _parts_of_each(low_Tr, _ranks(projections)), strict=True):
+        for projection, low in zip(projections, _split_by_rank(low_Tr, _ranks(projections)), strict=True):
             # The output is no view, so that the model may change it in place.
             output = x.new_empty(*x.shape[:-1], projection.weight_Or.shape[0])
             y = output.view(-1, output.shape[-1]) if x.numel() else output.flatten(0, -2)
@@ -122,7 +123,7 @@ class _Projections(torch.autograd.Function):
         has_all = all(d is not None for d in d_outputs)
         d_low_Tr = torch.empty_like(low_Tr) if has_all else torch.zeros_like(low_Tr)
         ranks = _ranks(projections)
-        lows, d_lows = _parts_of_each(low_Tr, ranks), _parts_of_each(d_low_Tr, ranks)
+        lows, d_lows = _split_by_rank(low_Tr, ranks), _split_by_rank(d_low_Tr, ranks)
         d_y = [None if d is None else d.flatten(0, -2) for d in d_outputs]
         d_bs: list[Tensor | None] = []
         for projection, low, d_low, d in zip(projections, lows, d_lows, d_y, strict=True):
@@ -156,8 +157,8 @@ def _ranks(projections: Sequence[Projection]) -> list[int]:
     return [projection.weight_rI.shape[0] for projection in projections]
 
 
-def _parts_of_each(low_Tr: Tensor, ranks: list[int]) -> Sequence[Tensor]:
-    # Not Tensor.split, which asks Python code first.
+def _split_by_rank(low_Tr: Tensor, ranks: list[int]) -> Sequence[Tensor]:
+    # Tensor.split is a Python function, which takes twice as long.
     return (low_Tr,) if len(ranks) == 1 else torch.split_with_sizes(low_Tr, ranks, 1)
 
 
@@ -288,14 +289,12 @@ def _compute(module: Any, match: LowRankMatch, x: Any = None, *args: Any, **kwar
     ready, match.ready = match.ready, None
     if args or kwargs or not has_kernels(x) or x.dim() < 2 or _casts(x):
         return NotImplemented
-    # Else each attribute of a Params4bit passes through Python code of its class.
-    with torch._C.DisableTorchFunctionSubclass():
-        first = _projection(module, x)
-        if first is not None:
-            is_ready = ready is not None and ready[0] is x and first.is_same(ready[2]) and not has_hooks(module)
-            if ready is not None and is_ready and ready[1] == _state_of_call(first, x):
-                return ready[3]
-            return _together(module, match, first, x)
+    first = _projection(module, x)
+    if first is not None:
+        is_ready = ready is not None and ready[0] is x and first.is_same(ready[2]) and not has_hooks(module)
+        if ready is not None and is_ready and ready[1] == _state_of_call(first, x):
+            return ready[3]
+        return _together(module, match, first, x)
     name = None if torch.is_autocast_enabled(x.device.type) else _adapter(module, x)
     if name is None:
         return NotImplemented
@@ -339,8 +338,10 @@ def _state_of_call(projection: Projection, x: Tensor) -> tuple[Any, ...]:
     """Returns what tells whether an output is still that of its input: versions, which tensors require gradients, and
     the mode of autograd."""
     tensors = (x, *projection.tensors())
-    versions = (None if tensor.is_inference() else tensor._version for tensor in tensors)
-    return torch.is_grad_enabled(), *versions, *(tensor.requires_grad for tensor in tensors)
+    # See quantized.dequantized.
+    with torch._C.DisableTorchFunctionSubclass():
+        versions = [None if tensor.is_inference() else tensor._version for tensor in tensors]
+        return torch.is_grad_enabled(), *versions, *(tensor.requires_grad for tensor in tensors)
 
 
 def _projection(module: Any, x: Tensor) -> Projection | None:
@@ -360,21 +361,25 @@ def _projection(module: Any, x: Tensor) -> Projection | None:
     low, high = _plain_matrix(a, dtypes), _plain_matrix(b, dtypes)
     if low is None or high is None or has_hooks(a) or has_hooks(b):
         return None
-    weight, bias = tensor_of(base, "weight"), tensor_of(base, "bias")
+    weight, bias = (tensor_of(base, "weight"), tensor_of(base, "bias")) if is_plain else (base.weight, base.bias)
     (rank, width), (features, rank_of_b) = low.shape, high.shape
     if (width, features, rank_of_b) != (x.shape[-1], base.out_features, rank):
         return None
     state = None
-    if is_plain:
-        is_full = weight.dtype == dtype and weight.shape == (features, width)
-        if not is_full or weight.untyped_storage().nbytes() == 0:
+    # See quantized.dequantized.
+    with torch._C.DisableTorchFunctionSubclass():
+        if is_plain:
+            is_full = weight.dtype == dtype and weight.shape == (features, width)
+            if not is_full or weight.untyped_storage().nbytes() == 0:
+                return None
+        else:
+            # Without gradients bitsandbytes multiplies packed weights, of which it reads a quarter of the bytes.
+            state = quant_state(base, dtype) if torch.is_grad_enabled() else None
+            if state is None:
+                return None
+        if weight.requires_grad or is_stored_by_zero3(weight):
             return None
-    else:
-        # Without gradients bitsandbytes multiplies packed weights, of which it reads a quarter of the bytes.
-        state = quant_state(base, dtype) if torch.is_grad_enabled() else None
-        if state is None:
-            return None
-    if weight.requires_grad or is_stored_by_zero3(weight) or (bias is not None and bias.dtype != dtype):
+    if bias is not None and (bias.dtype != dtype or not is_local(bias)):
         return None
     return Projection(weight, state, bias, low, high, module.scaling[name])
 

@@ -59,7 +59,7 @@ class Output:
     version: int
 
     def is_kept_as(self, saved: Tensor) -> bool:
-        """True for the same values, not their negatives."""
+        """True for the same values, not their negatives; of a tensor that :func:`_may_be_output`."""
         is_inside = saved.layout is torch.strided and self.first <= saved.data_ptr() < self.end
         return is_inside and saved.dtype == self.dtype and saved._version == self.version and not saved.is_neg()
 
@@ -296,14 +296,17 @@ def _step_at(node: Any, steps: _Steps) -> _Step:
 def _replace(raw: Any, saved: Any, producers: list[Any]) -> Any:
     """Replaces a saved tensor, whose handle is ``raw``, by a part of an output, and returns the producer; None if it is
     not one of them."""
-    # Most are parameters. A detached tensor may outlive the function that would recompute it.
-    if type(saved) is not Tensor or not saved.requires_grad:
-        return None
-    for producer in producers:
+    for producer in producers if _may_be_output(saved) else ():
         if producer.output.is_kept_as(saved):
             raw.register_hooks(partial(_Part, producer), _Part.compute)
             return producer
     return None
+
+
+def _may_be_output(saved: Any) -> bool:
+    """False for parameters and other subclasses, and for detached tensors, which may outlive the function that would
+    recompute them."""
+    return type(saved) is Tensor and saved.requires_grad
 
 
 def _saved_as(node: Any, place: str, name: str) -> list[tuple[Any, Any]]:

@@ -219,31 +219,38 @@ def quant_state(linear: Any, dtype: torch.dtype) -> Any:
 def dequantized(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
     """Returns the full weight of 4 bits in ``dtype``, ``[O, I]`` of a linear layer, bit by bit that of bitsandbytes: on
     GPUs in one launch, where bitsandbytes needs three for double quantisation."""
-    shape = torch.Size(state.shape)
-    # Else each access to a Params4bit passes through Python code of its class.
+    # Else each access to an attribute of a Params4bit runs Python code of its class.
     with torch._C.DisableTorchFunctionSubclass():
-        if packed.is_cuda and shape.numel() % 8 == 0 and packed.data_ptr() % 4 == 0 and packed.is_contiguous():
-            weight = _dequantized_on_gpu(packed.view(torch.uint8), state, shape)
+        if packed.is_cuda and _has_kernel(packed, state):
+            weight = _dequantized_on_gpu(packed.view(torch.uint8), state)
         else:
             weight = sys.modules[_PACKAGE].functional.dequantize_4bit(packed.view(-1, 1), state)
     return weight.to(dtype)
 
 
-def _dequantized_on_gpu(packed: Tensor, state: Any, shape: torch.Size) -> Tensor:
-    if state.code.device != packed.device:
-        # The kernels of bitsandbytes have these levels themselves.
-        state.to(packed.device)
-    nested = state.state2
+def _has_kernel(packed: Tensor, state: Any) -> bool:
+    """True for bytes and a ``QuantState`` that :func:`dequantize_4bit` takes."""
+    scales = [state.code, state.absmax]
+    if state.state2 is not None:
+        scales += [state.state2.code, state.state2.absmax, state.offset]
+    is_here = all(isinstance(tensor, Tensor) and tensor.device == packed.device for tensor in scales)
+    # bitsandbytes has the levels in its kernels, and reads none.
+    is_known = is_here and state.code.dtype == torch.float32 and torch.Size(state.shape).numel() % 8 == 0
+    return is_known and packed.is_contiguous() and packed.data_ptr() % 4 == 0
+
+
+def _dequantized_on_gpu(packed: Tensor, state: Any) -> Tensor:
+    nested, scales = state.state2, None
+    if nested is not None:
+        scales = QuantizedScales(nested.code, nested.absmax, nested.blocksize, state.offset)
     return dequantize_4bit(
         packed,
         state.code,
         state.absmax,
         state.blocksize,
-        shape=shape,
+        shape=torch.Size(state.shape),
         dtype=state.dtype,
-        quantized=None
-        if nested is None
-        else QuantizedScales(nested.code, nested.absmax, nested.blocksize, state.offset),
+        quantized=scales,
     )
 
 
