@@ -27,6 +27,8 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--unused_days", type=float, default=0.0, help="those alone that no run read for so long [0]")
     parser.add_argument("--remove", action="store_true", help="remove what is listed; runs make it again")
     options = parser.parse_args(arguments)
+    if not options.unused_days >= 0:
+        raise LigerDistError(f"--unused_days is {options.unused_days}; expected 0 or more.")
     folder = Path(options.folder)
     if not folder.is_dir():
         raise LigerDistError(f"the folder {folder} does not exist; give what --cache_dir was.")

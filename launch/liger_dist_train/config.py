@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +91,9 @@ class TrainConfig(TrainOptions):
                 f"--data_weights has {len(self.data_weights)} numbers and --data {len(self.data)} sources; expected "
                 "one for each."
             )
-        if self.data_weights and min(self.data_weights) <= 0:
-            raise LigerDistError(f"--data_weights holds {min(self.data_weights)}; expected numbers above 0.")
+        for weight in self.data_weights:
+            if not 0 < weight < math.inf:
+                raise LigerDistError(f"--data_weights holds {weight}; expected finite numbers above 0.")
         if self.steps is not None and self.epochs is not None:
             raise LigerDistError(f"--steps is {self.steps} and --epochs {self.epochs}; give one of them.")
         if self.streaming and self.steps is None and not self.eval_only:
@@ -253,6 +255,12 @@ class TrainConfig(TrainOptions):
         """Raises:
         LigerDistError: an option is given that this run would not read.
         """
+        for field in fields(TrainOptions):
+            default = field.default if field.default_factory is MISSING else field.default_factory()
+            value = getattr(self, field.name)
+            is_read, reason = READ_IF.get(field.name, (None, ""))
+            if is_read is not None and value != default and not is_read(self):
+                raise LigerDistError(f"--{field.name} is {_shown(value)}, but {reason}; leave one of them out.")
         if not self.sample_prompts and (self.sample_tokens, self.sample_chat) != (64, False):
             raise LigerDistError(
                 f"--sample_tokens is {self.sample_tokens} and --sample_chat {self.sample_chat}, but there are no "
@@ -277,9 +285,15 @@ class TrainConfig(TrainOptions):
                 f"--min_learning_rate_ratio is {self.min_learning_rate_ratio}, which --lr_scheduler "
                 f"{self.lr_scheduler} does not have; leave it out, or take one of {', '.join(RATIO_OF)}."
             )
-        if self.profile_step is not None and self.steps is not None and self.profile_step > self.steps:
+        for name in ("steps", "stop_at_step"):
+            last = getattr(self, name)
+            if self.profile_step is not None and last is not None and self.profile_step > last:
+                raise LigerDistError(
+                    f"--profile_step is {self.profile_step} and --{name} {last}; expected a step of the run."
+                )
+        if self.stop_at_step is not None and self.steps is not None and self.stop_at_step > self.steps:
             raise LigerDistError(
-                f"--profile_step is {self.profile_step} and --steps {self.steps}; expected a step of the run."
+                f"--stop_at_step is {self.stop_at_step} and --steps {self.steps}; expected a step of the run."
             )
 
     def _check_teacher(self) -> None:
@@ -288,6 +302,15 @@ class TrainConfig(TrainOptions):
             raise LigerDistError(
                 "--divergence, --distillation_beta, --distillation_temperature or --hard_weight is given but --teacher "
                 "is not; give the model to distil from."
+            )
+        if self.teacher is not None and self.hard_weight == 1:
+            raise LigerDistError(
+                "--hard_weight is 1 with --teacher, whose probabilities would not count; give less, or no teacher."
+            )
+        if self.top_k and self.soft_weight == 0:
+            raise LigerDistError(
+                f"--soft_weight is 0 with --top_k {self.top_k}, whose probabilities would not count; give more, or no "
+                "--top_k."
             )
         if self.teacher is not None and not self.fused_loss:
             raise LigerDistError("--teacher is given and --fused_loss is false, which has no divergence; leave it out.")
@@ -315,6 +338,8 @@ class TrainConfig(TrainOptions):
             if least is not None and value < least:
                 expected = f"{least} or more" if least != ABOVE_ZERO else "a number above 0"
                 raise LigerDistError(f"--{name} is {value}; expected {expected}.")
+        if self.seed >= 2**63:
+            raise LigerDistError(f"--seed is {self.seed}; expected less than 2**63.")
         for name in ("adam_beta1", "adam_beta2", "eval_fraction", "lora_dropout", "ema_decay"):
             if getattr(self, name) >= 1:
                 raise LigerDistError(f"--{name} is {getattr(self, name)}; expected less than 1.")
@@ -323,6 +348,19 @@ class TrainConfig(TrainOptions):
                 raise LigerDistError(f"--{name} is {getattr(self, name)}; expected at most 1.")
 
 
+def _shown(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+READ_IF: dict[str, tuple[Callable[[TrainConfig], bool], str]] = {
+    "eval_data": (lambda c: c.eval_every > 0 or c.eval_only, "--eval_every is 0, so that nothing is evaluated"),
+    "run_name": (lambda c: bool(c.trackers), "--trackers names none"),
+    "no_weight_decay": (lambda c: c.weight_decay > 0, "--weight_decay is 0"),
+    "warmup_steps": (lambda c: c.lr_scheduler != "constant" or not c.warmup_steps, "--lr_scheduler is constant"),
+    "data_weights": (lambda c: len(c.data) != 1, "--data names one source"),
+    "allow_changed_data": (lambda c: c.resume, "--resume is false"),
+}
+"""options that only some runs read: whether this one does, and why not"""
 ABOVE_ZERO = 1e-300
 MINIMA: dict[str, float] = {
     **dict.fromkeys(("steps", "batch_size", "global_batch_size", "global_batch_tokens", "num_proc"), 1),
@@ -334,6 +372,7 @@ MINIMA: dict[str, float] = {
             "tp",
             "sp",
             "ep",
+            "layers_per_unit",
             "world_size",
             "profile_step",
             "memory_budget",
@@ -349,6 +388,7 @@ MINIMA: dict[str, float] = {
     **dict.fromkeys(("top_k", "soft_weight", "z_loss"), 0),
     **dict.fromkeys(("min_learning_rate_ratio", "checkpoint_every", "keep_checkpoints", "stall_timeout", "seed"), 0),
     **dict.fromkeys(("gc_every", "grace_seconds", "eval_batches", "eval_fraction", "max_bad_rows", "stop_at_step"), 0),
+    "rows": 1,
     "sequence_length": 2,
 }
 """the least that an option may be; 2 tokens are a token and the one it predicts"""

@@ -7,6 +7,7 @@ liger-dist generate runs/train/exported "What is a token?" --chat
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 
 import torch
@@ -27,6 +28,8 @@ def main(arguments: list[str]) -> None:
         parser.error(f"{options.folder} has no config.json; expected a folder that liger-dist export wrote")
     if not options.prompt or options.tokens < 1:
         parser.error(f"expected a prompt and --tokens of 1 or more, got {options.prompt!r} and {options.tokens}")
+    if not 0 <= options.temperature < math.inf:
+        parser.error(f"--temperature is {options.temperature}; expected a finite number, 0 or more")
     tokenizer = AutoTokenizer.from_pretrained(options.folder)
     model = AutoModelForCausalLM.from_pretrained(options.folder)
     text = options.prompt

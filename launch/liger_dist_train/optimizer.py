@@ -20,10 +20,13 @@ from liger_dist import LigerDistError
 from liger_dist.model.structure import find_structure
 
 from .config import RATIO_OF, TrainConfig
+from .options import MIN_RATIO
 
 WARMUP = 20
 MANY_STEPS = 10**6
 """of a run whose length is not known yet"""
+GIVEN_BY_THE_RUN = ("optimizer", "num_warmup_steps", "num_training_steps", "last_epoch")
+"""arguments of transformers' schedules that other options decide"""
 Kind = Literal["matrix", "matrices", "filter", "vector", "state"]
 """of a parameter: a matrix, a stack of matrices as of experts, filters of a convolution, a vector or a stack of
 vectors, or what a recurrence multiplies its state by"""
@@ -283,11 +286,18 @@ def make_schedule(optimizer: Optimizer, config: TrainConfig, num_steps: int) -> 
         LigerDistError: it does not take ``--lr_scheduler_kwargs``.
     """
     taken = inspect.signature(TYPE_TO_SCHEDULER_FUNCTION[SchedulerType(config.lr_scheduler)]).parameters
+    expected = [name for name in taken if name not in GIVEN_BY_THE_RUN]
+    ratio = RATIO_OF.get(config.lr_scheduler)
     for name in config.lr_kwargs:
-        if name not in taken:
+        if name not in expected:
             raise LigerDistError(
                 f"--lr_scheduler {config.lr_scheduler} does not take {name} of --lr_scheduler_kwargs; expected some of "
-                f"{', '.join(taken)}."
+                f"{', '.join(expected) or 'no arguments'} (--warmup_steps, --steps and --resume give the others)."
+            )
+        if name == ratio and config.min_learning_rate_ratio != MIN_RATIO:
+            raise LigerDistError(
+                f"--min_learning_rate_ratio is {config.min_learning_rate_ratio} and --lr_scheduler_kwargs has {name} "
+                f"{config.lr_kwargs[name]}, which is the same; give one of them."
             )
     warmup_steps = min(WARMUP, num_steps // 10) if config.warmup_steps is None else config.warmup_steps
     warmup = int(warmup_steps if warmup_steps >= 1 else warmup_steps * num_steps)

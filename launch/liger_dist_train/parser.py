@@ -214,6 +214,8 @@ def _value(name: str, value: Any, hint: Any) -> Any:
         return text.lower() in YES
     if kind in (int, float):
         return _number(name, text, kind)
+    if not text:
+        _refuse(f"--{name} is '', an empty text; expected a value, or null for the default.")
     return os.path.expanduser(text) if text.startswith("~/") else text
 
 

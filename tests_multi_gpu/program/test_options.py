@@ -32,7 +32,7 @@ import liger_dist
 from liger_dist_train.config import RATIO_OF, TrainConfig, parse
 from liger_dist_train.export import export
 from liger_dist_train.model import add_lora
-from liger_dist_train.optimizer import decayed_parameters, make_optimizer, make_schedule
+from liger_dist_train.optimizer import check_schedule, decayed_parameters, make_optimizer, make_schedule
 from liger_dist_train.options import ELSEWHERE, ONE_TIME, usable_cores
 from liger_dist_train.parser import to_yaml
 from liger_dist_train.run import train
@@ -65,6 +65,7 @@ def test_every_option_survives_a_file(tmp_path: Path) -> None:
     changed |= {"data": ["a b", "c"], "data_weights": [0.5, 2.0], "lr_scheduler_kwargs": '{"power": 2.0}'}
     changed |= {
         "resume": False,
+        "allow_changed_data": False,
         "shuffle_window": 256,
         "streaming": False,
         "dora": False,
@@ -130,7 +131,7 @@ def test_threads_and_processes_are_what_the_environment_and_the_cpu_set_allow(da
         (["--streaming", "true", "--steps", "3", "--keep_best", "true"], "need held-out data"),
         (["--dora", "true"], "give the rank of the LoRA layers"),
         (["--data", "a", "b", "--data_weights", "1"], "--data_weights has 1 numbers and --data 2 sources"),
-        (["--data", "a", "--data_weights", "0"], "expected numbers above 0"),
+        (["--data", "a", "--data_weights", "0"], "expected finite numbers above 0"),
         (["--global_batch_tokens", "1000"], "expected a multiple of --sequence_length, 512"),
         (["--global_batch_tokens", "512", "--global_batch_size", "1"], "give one of them"),
         (["--lr_scheduler", "cosin"], "expected one of linear, cosine"),
@@ -141,12 +142,42 @@ def test_threads_and_processes_are_what_the_environment_and_the_cpu_set_allow(da
         (["--epochs", "0"], "expected a number above 0"),
         (["--eval_fraction", "1"], "expected less than 1"),
         (["--grace_seconds", "-1"], "expected 0 or more"),
+        (["--eval_data", "a", "--eval_every", "0"], "--eval_data is a, but --eval_every is 0"),
+        (["--run_name", "a"], "--trackers names none"),
+        (["--run_name", ""], "--run_name is '', an empty text"),
+        (["--cache_dir", ""], "--cache_dir is '', an empty text"),
+        (["--eval_data", ""], "--eval_data is '', an empty text"),
+        (["--no_weight_decay", "embed", "--weight_decay", "0"], "--weight_decay is 0"),
+        (["--lr_scheduler", "constant", "--warmup_steps", "2"], "--lr_scheduler is constant"),
+        (["--data", "a", "--data_weights", "2"], "--data names one source"),
+        (["--data", "a", "b", "--data_weights", "1", "nan"], "holds nan; expected finite"),
+        (["--allow_changed_data", "true"], "--resume is false"),
+        (["--steps", "3", "--stop_at_step", "4"], "expected a step of the run"),
+        (["--steps", "3", "--stop_at_step", "2", "--profile_step", "3"], "expected a step of the run"),
+        (["--teacher", "a", "--hard_weight", "1"], "would not count"),
+        (["--top_k", "4", "--soft_weight", "0"], "would not count"),
+        (["--layers_per_unit", "0"], "expected 1 or more"),
+        (["--seed", "9999999999999999999"], "expected less than 2"),
     ],
     ids=lambda value: value[0].strip("-") if isinstance(value, list) else "",
 )
 def test_options_that_cannot_be_are_refused(options: list[str], words: str) -> None:
     with pytest.raises(liger_dist.LigerDistError, match=words):
         parse(options)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--lr_scheduler_kwargs", '{"last_epoch": 2}'], "does not take last_epoch"),
+        (["--lr_scheduler_kwargs", '{"num_warmup_steps": 2}'], "--warmup_steps"),
+        (["--min_learning_rate_ratio", "0.2", "--lr_scheduler_kwargs", '{"min_lr_rate": 0.5}'], "which is the same"),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) else "",
+)
+def test_arguments_of_schedules_that_cannot_be_are_refused(options: list[str], words: str) -> None:
+    with pytest.raises(liger_dist.LigerDistError, match=words):
+        check_schedule(parse(options))
 
 
 def test_options_of_other_programs_are_no_options_here() -> None:
