@@ -468,23 +468,26 @@ def test_fp32_adapters_over_a_base_of_16_bits(under_autocast: bool) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_backward_in_autocast_of_a_forward_outside(dtype: torch.dtype) -> None:
     """It has the products of the forward, which autocast would cast in part; norms and attention are cast."""
-    wrapped, own, truth = liger_dist.wrap(adapted(dtype), "none"), adapted(dtype), adapted()
+    wrapped, outside = (liger_dist.wrap(adapted(dtype), "none") for _ in range(2))
+    own, truth = adapted(dtype), adapted()
     truth.load_state_dict(own.state_dict())
     gradients = []
-    for model in (wrapped, own, truth.double()):
+    for model in (wrapped, outside, own, truth.double()):
         hidden_states = model.base_model.model.model(input_ids=make_batch(0)["input_ids"]).last_hidden_state
         # The sum of squares would be that of any input: the last norm divides by it.
         weights = on_device.randn(*hidden_states.shape, generator=torch.Generator().manual_seed(1))
         loss = (hidden_states * weights.to(hidden_states.dtype)).sum()
-        with torch.autocast(compute_device().type, torch.bfloat16, enabled=model is not truth):
+        with torch.autocast(compute_device().type, torch.bfloat16, enabled=model in (wrapped, own)):
             loss.backward()
         gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
-    ours, pefts, true = gradients
-    assert ours.keys() == pefts.keys() == true.keys()
-    # PEFT's A and B are in fp32, and rounded here, as under autocast.
-    bound = 2 if dtype == torch.float32 else 4
+    ours, expected, pefts, true = gradients
+    assert ours.keys() == expected.keys() == pefts.keys() == true.keys()
     for name, gradient in true.items():
-        assert relative_error(ours[name], gradient) <= bound * relative_error(pefts[name], gradient) + 2e-3, name
+        if dtype == torch.bfloat16:
+            # Nothing is cast there. Backwards of attention on GPUs may add in any order.
+            assert relative_error(ours[name], expected[name]) < 1e-2, name
+        else:
+            assert relative_error(ours[name], gradient) <= 2 * relative_error(pefts[name], gradient) + 2e-3, name
 
 
 def test_fp32_adapters_over_fp16_keep_small_gradients() -> None:
